@@ -1,0 +1,95 @@
+"""Save, find, resume: atomic and exact.
+
+A checkpoint is a Hugging Face folder that `from_pretrained` opens, plus `trainer_state.pt` with what an exact restart
+needs: optimizer moments, the step (from which learning rate, data position and every episode's seed follow), torch's RNG
+and the snapshots LLDS may compare with. `manifest.json`, written last, names every file with its size and checksum.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+
+def folder_of(run_dir: str | Path, num_steps: int) -> Path:
+    return Path(run_dir) / "checkpoints" / f"step_{num_steps:06d}"
+
+
+def save(run_dir: str | Path, num_steps: int, lm, tokenizer, trainer_state: dict, keep: int) -> Path:
+    """Writes the checkpoint after `num_steps` steps aside and renames it when it is whole; prunes all but `keep` (0: none).
+
+    `trainer_state` holds tensors, numbers, strings, lists and dicts only: it is read back with weights_only.
+    """
+    folder = folder_of(run_dir, num_steps)
+    aside = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    lm.save_pretrained(aside)
+    tokenizer.save_pretrained(aside)
+    torch.save({"num_steps": num_steps} | trainer_state, aside / "trainer_state.pt")
+    files = {str(path.relative_to(aside)): _fingerprint(path) for path in sorted(aside.rglob("*")) if path.is_file()}
+    (aside / "manifest.json").write_text(json.dumps({"num_steps": num_steps, "files": files}, indent=1))
+    for path in aside.rglob("*"):
+        if path.is_file():
+            _flush(path)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(aside, folder)
+    _flush(folder.parent)
+    if keep:
+        for old in sorted(folder.parent.glob("step_??????"))[:-keep]:
+            shutil.rmtree(old)
+    return folder
+
+
+def latest(run_dir: str | Path) -> Path | None:
+    """The newest whole checkpoint of a run, or None; folders without a manifest were never finished."""
+    folders = [path for path in (Path(run_dir) / "checkpoints").glob("step_??????") if (path / "manifest.json").exists()]
+    return max(folders, default=None)
+
+
+def check(folder: Path) -> None:
+    """Raises ValueError where a file of the checkpoint is missing, cut short or changed."""
+    manifest = folder / "manifest.json"
+    if not manifest.is_file():
+        raise ValueError(f"{folder} is no checkpoint of a run: it has no manifest.json")
+    for name, expected in json.loads(manifest.read_text())["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise ValueError(f"checkpoint {folder} lacks {name}; delete the folder to resume from the one before")
+        found = _fingerprint(path)
+        if found != expected:
+            raise ValueError(
+                f"checkpoint {folder}: {name} has {found['bytes']} bytes and checksum {found['sha256'][:12]}, but {expected['bytes']} and "
+                f"{expected['sha256'][:12]} were written; it is damaged, delete the folder to resume from the one before"
+            )
+
+
+def load_trainer_state(folder: Path, parameters: dict[str, torch.Tensor]) -> dict:
+    """The trainer's state of a checked checkpoint; raises ValueError where it belongs to a model of other shapes."""
+    check(folder)
+    state = torch.load(folder / "trainer_state.pt", map_location="cpu", weights_only=True)
+    shapes = {name: list(tensor.shape) for name, tensor in parameters.items()}
+    if state["shapes"] != shapes:
+        different = sorted(name for name in state["shapes"].keys() | shapes.keys() if state["shapes"].get(name) != shapes.get(name))
+        raise ValueError(
+            f"checkpoint {folder} is of another model: {different[0]} has shape {state['shapes'].get(different[0])} there and {shapes.get(different[0])} here; "
+            "resume with the model.path it was trained with"
+        )
+    return state
+
+
+def _fingerprint(path: Path) -> dict:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)

@@ -1,0 +1,308 @@
+"""Options: declare (frozen dataclasses), load YAML plus `section.key=value`, validate, save.
+
+The defaults are the paper's Qwen2.5-3B run (arXiv 2512.04220v2, B.2.1), so a YAML states only departures from it.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+BENCHMARKS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wiki", "musique", "bamboogle")
+
+
+@dataclass(frozen=True)
+class Run:
+    dir: str = "runs/3b"  # everything a run writes
+    seed: int = 0
+    steps: int = 1005  # rollout steps; each makes `optim.updates_per_rollout` optimizer steps
+    save_every: int = 50  # steps between checkpoints
+    keep_checkpoints: int = 3  # newest ones kept; 0 keeps all
+    trackers: tuple[str, ...] = ()  # "tensorboard", "wandb", … through accelerate
+    deterministic: bool = False  # refuse non-deterministic kernels (slower on a GPU)
+
+
+@dataclass(frozen=True)
+class Model:
+    path: str = "Qwen/Qwen2.5-3B"  # hub name or folder
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the master weights
+    mixed_precision: Literal["no", "bf16"] = "bf16"
+    attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa"
+    gradient_checkpointing: bool = True
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class Data:
+    train: str = "PeterJinGo/nq_hotpotqa_train"  # hub name, parquet (Search-R1) or jsonl (FlashRAG)
+    train_split: str = "train"
+    train_sources: tuple[str, ...] = ()  # keep only these `data_source`s; empty keeps all
+
+
+@dataclass(frozen=True)
+class Rollout:
+    num_questions: int = 512  # questions a step, over all processes
+    group_size: int = 5  # episodes a question
+    max_turns: int = 3  # turns that may search; one last turn without search follows
+    max_prompt_tokens: int = 2048
+    max_new_tokens: int = 500  # a turn
+    max_observation_tokens: int = 500
+    max_episode_tokens: int = 4096  # prompt, actions and observations together
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    num_slots: int = 256  # sequences decoded together, on each process
+    overlap_search: bool = True  # decode on while searches run; False makes the schedule, and so the last bits, repeatable
+
+
+@dataclass(frozen=True)
+class Reward:
+    kind: Literal["em", "f1", "cover_em", "format"] = "em"
+    structure_format_score: float = 0.2  # Search-R1 v0.3; read by kind "format"
+    final_format_score: float = 0.1
+    retrieval_score: float = 0.0
+
+
+@dataclass(frozen=True)
+class Advantage:
+    normalize_std: bool = True
+
+
+@dataclass(frozen=True)
+class Loss:
+    kind: Literal["grpo", "gspo"] = "grpo"
+    aggregation: Literal["sequence_mean", "token_mean"] = "sequence_mean"  # Eq. 1 | official code
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl_weight: float = 0.001
+    entropy_weight: float = 0.0  # official code: 0.001
+    old_logprobs: Literal["trainer", "sampler"] = "trainer"  # who computed log pi_old of this rollout
+    lld_weight: float = 0.2  # lambda; 0 is plain GRPO
+    lld_gate: Literal["token", "response", "action"] = "action"
+    lld_preserve: Literal["nonnegative", "positive"] = "nonnegative"
+    lld_normalizer: Literal["preserved", "all"] = "preserved"  # paper | official code
+    lld_answer_schedule: Literal["constant", "paper", "code"] = "constant"  # of beta, the weight on answer tokens
+    lld_answer_weight: float = 1.0  # beta if constant; slope (lambda_answer / lambda) of "code"
+    lld_answer_searches: float = 2.0  # V_B of "paper": beta = min(V / V_B, 1)
+    lld_lag_steps: int = 0  # LLDS compares with the policy of this many rollout steps ago; 0 is this rollout's
+
+
+@dataclass(frozen=True)
+class Optim:
+    lr: float = 1e-6
+    warmup_steps: int = 286  # rollout steps of linear warm-up
+    updates_per_rollout: int = 10
+    micro_batch_size: int = 16  # rows in one forward pass on one process; changes memory, never the gradient
+    betas: tuple[float, ...] = (0.9, 0.999)
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+
+
+@dataclass(frozen=True)
+class Retriever:
+    url: str | None = "http://127.0.0.1:8000"  # null searches in this process
+    index: str | None = None  # folder made by `python -m lld.retrieval build`, or a FAISS file; used where url is null
+    corpus: str | None = None  # jsonl of {"id", "contents"}
+    encoder: str = "intfloat/e5-base-v2"
+    backend: Literal["faiss", "torch", "bm25"] = "faiss"
+    topk: int = 3
+    timeout_s: float = 30.0
+    retries: int = 3
+
+
+@dataclass(frozen=True)
+class Eval:
+    every: int = 50  # steps between evaluations while training; 0 never
+    at_start: bool = True
+    benchmarks: dict[str, str] = field(default_factory=lambda: {name: f"RUC-NLPIR/FlashRAG_datasets/{name}" for name in BENCHMARKS})
+    during_training: tuple[str, ...] = ("nq", "hotpotqa")
+    max_questions: int = 500  # of each set while training; eval.py takes all rows
+    max_turns: int = 4  # the paper's evaluation budget
+    temperature: float = 0.0
+    top_p: float = 1.0
+    batch_size: int = 256  # questions between two writes of eval.py
+
+
+@dataclass(frozen=True)
+class TinyWorld:
+    """A made-up world written to `dir` before training starts; null `dir` means real input."""
+
+    dir: str | None = None
+    seed: int = 0
+    num_people: int = 160
+    namesake_share: float = 0.1  # people who share a name with another: irreducible ambiguity
+    two_hop_share: float = 0.6
+    warm_start_steps: int = 1500
+    num_layers: int = 2
+    hidden_size: int = 128
+
+
+@dataclass(frozen=True)
+class Config:
+    run: Run = Run()
+    model: Model = Model()
+    data: Data = Data()
+    rollout: Rollout = Rollout()
+    reward: Reward = Reward()
+    advantage: Advantage = Advantage()
+    loss: Loss = Loss()
+    optim: Optim = Optim()
+    retriever: Retriever = Retriever()
+    eval: Eval = field(default_factory=Eval)
+    tinyworld: TinyWorld = TinyWorld()
+
+
+def _nearest(name: str, names) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(names))}"
+
+
+def _convert(value, kind, where: str):
+    """`value` as `kind`, or a ValueError that names the option; ints pass as floats, YAML's '1e-6' string too."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        return _convert(value, next(a for a in args if a is not type(None)), where)
+    if origin is Literal:
+        if value not in args:
+            raise ValueError(f"{where} = {value!r}: must be one of {', '.join(map(repr, args))}")
+        return value
+    if origin is tuple and isinstance(value, (list, tuple)):
+        return tuple(_convert(item, args[0], f"{where}[{i}]") for i, item in enumerate(value))
+    if origin is dict and isinstance(value, dict):
+        return {_convert(k, args[0], where): _convert(v, args[1], f"{where}.{k}") for k, v in value.items()}
+    if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    elif kind in (int, bool, str) and type(value) is kind:
+        return value
+    name = getattr(kind, "__name__", str(kind)) if origin is None else str(kind)
+    raise ValueError(f"{where} = {value!r}: must be {name}, not {type(value).__name__}")
+
+
+def from_dict(tree: dict) -> Config:
+    """A validated `Config` from nested dicts; unknown names and wrong types raise ValueError with the nearest name."""
+    sections = {f.name: f.type for f in dataclasses.fields(Config)}
+    built = {}
+    for section, values in (tree or {}).items():
+        if section not in sections:
+            raise ValueError(f"unknown section {section!r}: {_nearest(section, sections)}")
+        if not isinstance(values, dict):
+            raise ValueError(f"section {section!r} = {values!r}: must hold options, one 'name: value' a line")
+        kinds = typing.get_type_hints(sections[section])
+        for name in values:
+            if name not in kinds:
+                raise ValueError(f"unknown option {section}.{name}: {_nearest(name, kinds)}")
+        built[section] = sections[section](**{name: _convert(v, kinds[name], f"{section}.{name}") for name, v in values.items()})
+    cfg = Config(**built)
+    validate(cfg)
+    return cfg
+
+
+def load(path: str, overrides: list[str] = ()) -> Config:
+    """Reads a YAML file and applies overrides such as `loss.lld_weight=0.1` (values are YAML too)."""
+    if not Path(path).is_file():
+        raise ValueError(f"no config file {path}")
+    try:
+        tree = yaml.safe_load(Path(path).read_text()) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path} must hold sections such as 'loss:', not {type(tree).__name__}")
+    for override in overrides:
+        name, sign, value = override.partition("=")
+        section, dot, option = name.partition(".")
+        if not (sign and dot and option):
+            raise ValueError(f"override {override!r}: write section.option=value, such as loss.lld_weight=0.1")
+        if tree.get(section) is None:
+            tree[section] = {}
+        target = tree[section]
+        if "." in option and isinstance(target, dict):  # one entry of a dict option: eval.benchmarks.nq=path
+            option, _, key = option.partition(".")
+            target.setdefault(option, {})
+            target, option = target[option], key
+        if isinstance(target, dict):
+            target[option] = yaml.safe_load(value)
+    return from_dict(tree)
+
+
+def to_dict(cfg: Config) -> dict:
+    """Every option, nested, as plain YAML types."""
+    plain = lambda v: list(v) if isinstance(v, tuple) else v
+    return {s: {k: plain(v) for k, v in options.items()} for s, options in dataclasses.asdict(cfg).items()}
+
+
+def save(cfg: Config, path: str | Path) -> None:
+    """Writes the whole configuration, defaults included, so that a run folder says what was run."""
+    Path(path).write_text(yaml.safe_dump(to_dict(cfg), sort_keys=False))
+
+
+def validate(cfg: Config) -> None:
+    """Refuses values out of range and combinations that cannot act, each with the value and the remedy."""
+    for section, names in {
+        "run": ("steps", "save_every"),
+        "rollout": ("num_questions", "max_turns", "max_prompt_tokens", "max_new_tokens", "max_observation_tokens", "num_slots"),
+        "optim": ("updates_per_rollout", "micro_batch_size", "lr", "max_grad_norm"),
+        "retriever": ("topk", "timeout_s"),
+        "eval": ("max_questions", "max_turns", "batch_size"),
+        "tinyworld": ("num_people", "warm_start_steps", "num_layers", "hidden_size"),
+    }.items():
+        for name in names:
+            value = getattr(getattr(cfg, section), name)
+            if not value > 0:
+                raise ValueError(f"{section}.{name} = {value}: must be greater than 0")
+    for section, names in {
+        "run": ("seed", "keep_checkpoints"),
+        "rollout": ("temperature",),
+        "loss": ("clip_low", "clip_high", "kl_weight", "entropy_weight", "lld_weight", "lld_answer_weight", "lld_lag_steps"),
+        "optim": ("warmup_steps", "weight_decay"),
+        "retriever": ("retries",),
+        "eval": ("every", "temperature"),
+    }.items():
+        for name in names:
+            value = getattr(getattr(cfg, section), name)
+            if not value >= 0:
+                raise ValueError(f"{section}.{name} = {value}: must not be negative")
+    rollout, loss, optim = cfg.rollout, cfg.loss, cfg.optim
+    if rollout.group_size < 2:
+        raise ValueError(f"rollout.group_size = {rollout.group_size}: a group of one has no advantage to learn from; use 2 or more")
+    if rollout.temperature == 0:
+        raise ValueError("rollout.temperature = 0: greedy episodes of a group are all alike and teach nothing; use 1.0 (eval.temperature may be 0)")
+    for section in ("rollout", "eval"):
+        top_p = getattr(cfg, section).top_p
+        if not 0 < top_p <= 1:
+            raise ValueError(f"{section}.top_p = {top_p}: must be in (0, 1]")
+    if loss.old_logprobs == "sampler" and rollout.top_p < 1:
+        raise ValueError(f"loss.old_logprobs = 'sampler' with rollout.top_p = {rollout.top_p}: the sampler's log-probabilities are those of the cut distribution and no ratio can be built on them; use 'trainer' or top_p 1.0")
+    if rollout.max_episode_tokens <= rollout.max_prompt_tokens:
+        raise ValueError(f"rollout.max_episode_tokens = {rollout.max_episode_tokens}: must exceed rollout.max_prompt_tokens = {rollout.max_prompt_tokens}")
+    num_rows = rollout.num_questions * rollout.group_size
+    if num_rows % optim.updates_per_rollout:
+        raise ValueError(f"rollout.num_questions x rollout.group_size = {num_rows} episodes do not divide into optim.updates_per_rollout = {optim.updates_per_rollout} equal mini-batches")
+    if loss.lld_weight > 0 and optim.updates_per_rollout == 1 and loss.lld_lag_steps == 0:
+        raise ValueError("loss.lld_weight > 0 with optim.updates_per_rollout = 1 and loss.lld_lag_steps = 0 cannot act: at the only update the policy still is the old policy and no likelihood has fallen yet; use more updates per rollout, lld_lag_steps >= 1, or lld_weight 0")
+    if loss.lld_weight == 0 and loss.lld_lag_steps > 0:
+        raise ValueError(f"loss.lld_lag_steps = {loss.lld_lag_steps} with loss.lld_weight = 0 does nothing: set lld_lag_steps 0 or lld_weight > 0")
+    if loss.lld_answer_schedule == "paper" and not loss.lld_answer_searches > 0:
+        raise ValueError(f"loss.lld_answer_searches = {loss.lld_answer_searches}: must be greater than 0")
+    if loss.lld_answer_schedule == "constant" and loss.lld_answer_weight > 1:
+        raise ValueError(f"loss.lld_answer_weight = {loss.lld_answer_weight}: beta lies in [0, 1]")
+    if len(optim.betas) != 2 or not all(0 <= b < 1 for b in optim.betas):
+        raise ValueError(f"optim.betas = {list(optim.betas)}: must be two numbers in [0, 1)")
+    unknown = [name for name in cfg.eval.during_training if name not in cfg.eval.benchmarks]
+    if unknown:
+        raise ValueError(f"eval.during_training names {unknown[0]!r}: {_nearest(unknown[0], cfg.eval.benchmarks)}")
+    if cfg.retriever.url is None and cfg.retriever.corpus is None:
+        raise ValueError("retriever.url is null, so the search runs in this process and needs retriever.corpus (and retriever.index, unless backend is bm25)")
+    if cfg.tinyworld.num_people < 20:
+        raise ValueError(f"tinyworld.num_people = {cfg.tinyworld.num_people}: too small for distractors; use 20 or more")
+    for name in ("namesake_share", "two_hop_share"):
+        if not 0 <= getattr(cfg.tinyworld, name) <= 1:
+            raise ValueError(f"tinyworld.{name} = {getattr(cfg.tinyworld, name)}: must be in [0, 1]")

@@ -1,0 +1,150 @@
+"""Glossary of every logged name, running means over processes, and the JSONL log.
+
+`metrics.jsonl` holds what a run computed, one row a step, and is bit-identical when a run is repeated or resumed;
+`timings.jsonl` holds what the clock said.
+"""
+
+import fnmatch
+import json
+import os
+from pathlib import Path
+
+import torch
+
+from lld.episode import Episode
+from lld.evaluate import gold_in_results
+from lld.reward import exact_match
+
+GLOSSARY = {
+    "step": "rollout step, from 0",
+    "reward/mean": "mean reward of all episodes; rises, then levels off",
+    "reward/std": "mean over questions of the (unbiased) standard deviation within a group; 0 leaves nothing to learn",
+    "reward/mixed_groups": "share of groups whose episodes differ in reward; only these move the policy",
+    "em": "mean exact match of the training episodes, whatever the reward",
+    "loss": "the minimised sum per optimizer step, averaged over the step's updates",
+    "loss/policy": "mean surrogate term per token (Eq. 1); near 0",
+    "loss/kl": "mean k3 estimate of KL(policy || reference) per token, nats; slow growth",
+    "loss/lld": "mean LLDS term per token of the model, before lambda; above 0 from the second update on",
+    "lld_beta": "LLDS-MA's weight on answer tokens; 1 is plain LLDS",
+    "entropy": "mean entropy of the next-token distribution on the model's tokens, nats; an explosion is collapse, 0 is determinism",
+    "grad_norm": "mean gradient norm before clipping over the step's updates",
+    "grad_norm_max": "largest gradient norm of the step's updates",
+    "skipped_updates": "updates not made because their loss or gradient was not finite; 0",
+    "lr": "learning rate of the step",
+    "ratio/mean": "mean of pi/pi_old over tokens; near 1",
+    "ratio/max": "largest pi/pi_old of a token",
+    "ratio/clipped": "share of tokens whose gradient the clip removed; below 0.1",
+    "likelihood/correct_old": "mean log pi_old per token of responses with A > 0, nats",
+    "likelihood/correct_new": "the same under the policy at the moment of its update",
+    "likelihood/incorrect_old": "mean log pi_old per token of responses with A < 0",
+    "likelihood/incorrect_new": "the same under the policy at the moment of its update",
+    "likelihood/neutral_old": "mean log pi_old per token of responses with A = 0 (all-correct and all-wrong groups)",
+    "likelihood/neutral_new": "the same under the policy at the moment of its update",
+    "displacement/correct": "mean of log pi - log pi_old per token of responses with A > 0; steadily below 0 is lazy likelihood displacement",
+    "displacement/incorrect": "the same for A < 0; below 0 is what the update asks for",
+    "displacement/neutral": "the same for A = 0",
+    "sampler_gap/mean": "mean |log p(trainer) - log p(sampler)| per token before the first update; float32: below 1e-5",
+    "sampler_gap/max": "largest such gap; float32: below 1e-4",
+    "searches": "searches carried out per episode",
+    "turns": "actions per episode",
+    "valid_actions": "share of actions that were a search or an answer",
+    "valid_searches": "share of the actions that are no answer which are well-formed searches (Fig. 4)",
+    "answered": "share of episodes that ended with an answer",
+    "truncated": "share of episodes that ran out of context, or of a turn's token budget",
+    "cut_passages": "passages shortened to fit the observation budget, per search",
+    "response_tokens": "model-written tokens per episode",
+    "episode_tokens": "tokens per episode, prompt and observations included",
+    "gold_in_results": "share of episodes (yes/no questions left out) in which some retrieved passage holds a gold answer",
+    "eval/*/em": "exact match on held-out questions, greedy unless eval.temperature says otherwise",
+    "eval/*/f1": "token F1 on them",
+    "eval/*/cover_em": "share whose answer contains a gold answer",
+    "eval/*/searches": "searches per question there",
+    "eval/*/valid_action_rate": "valid actions there",
+    "eval/*/truncation_rate": "truncated episodes there",
+    "eval/*/answered_rate": "episodes with an answer there",
+    "eval/*/gold_in_results": "episodes whose passages hold a gold answer there",
+    "eval/*/num_questions": "questions asked there",
+    "time/rollout_s": "seconds of sampling and searching",
+    "time/search_s": "seconds spent inside the search function (overlaps with sampling where rollout.overlap_search)",
+    "time/update_s": "seconds of scoring and updating",
+    "time/eval_s": "seconds of evaluation",
+    "time/step_s": "seconds of the whole step",
+    "speed/sampled_tokens_per_s": "model-written tokens per second of rollout, this process",
+    "speed/trained_tokens_per_s": "tokens (prompt and observations included) per second of update, all processes",
+}
+
+
+def described(name: str) -> bool:
+    """Whether the glossary defines `name`; eval names hold the benchmark in place of '*'."""
+    return name in GLOSSARY or any("*" in pattern and fnmatch.fnmatchcase(name, pattern) for pattern in GLOSSARY)
+
+
+class Means:
+    """Sums and counts on the device, reduced over processes once a rollout: true means over their own tokens."""
+
+    def __init__(self, device):
+        self.device, self.sums, self.maxima = device, {}, {}
+
+    def add(self, name: str, values, mask) -> None:
+        """Adds `values` where `mask`."""
+        pair = torch.stack([torch.where(mask, values.double(), 0.0).sum(), mask.sum().double()])
+        self.sums[name] = self.sums[name] + pair if name in self.sums else pair
+
+    def maximum(self, name: str, values) -> None:
+        self.maxima[name] = torch.maximum(self.maxima.get(name, values.new_tensor(-torch.inf)), values.max())
+
+    def reduce(self, accelerator) -> dict[str, float]:
+        """Means and maxima over all processes; a mean over nothing is absent."""
+        names = sorted(self.sums)
+        pairs = accelerator.reduce(torch.stack([self.sums[name] for name in names]), "sum").tolist()
+        metrics = {name: total / count for name, (total, count) in zip(names, pairs) if count}
+        names = sorted(self.maxima)
+        if names:
+            metrics |= dict(zip(names, accelerator.gather(torch.stack([self.maxima[name] for name in names])[None]).amax(0).tolist()))
+        return metrics
+
+
+def describe_episodes(episodes: list[Episode], rewards_PG: torch.Tensor) -> dict[str, float]:
+    """What the episodes of a step were like; names in GLOSSARY."""
+    turns = [turn for episode in episodes for turn in episode.turns]
+    searches = [turn for turn in turns if turn.searched]
+    attempts = [turn for turn in turns if turn.kind != "answer"]
+    found = [gold_in_results(e.question.golden_answers, [passage.contents for turn in e.turns for passage in turn.passages]) for e in episodes]
+    mean = lambda values: sum(values) / max(1, len(values))
+    return {
+        "reward/mean": float(rewards_PG.mean()),
+        "reward/std": float(rewards_PG.std(dim=1).mean()),
+        "reward/mixed_groups": float((rewards_PG != rewards_PG[:, :1]).any(dim=1).float().mean()),
+        "em": mean([0.0 if e.answer is None else exact_match(e.answer, e.question.golden_answers) for e in episodes]),
+        "searches": mean([e.num_searches for e in episodes]),
+        "turns": mean([len(e.turns) for e in episodes]),
+        "valid_actions": mean([turn.kind != "invalid" for turn in turns]),
+        "valid_searches": mean([turn.kind == "search" for turn in attempts]),
+        "answered": mean([e.stop_reason == "answer" for e in episodes]),
+        "truncated": mean([e.stop_reason == "length" or any(turn.stop == "length" for turn in e.turns) for e in episodes]),
+        "cut_passages": mean([turn.num_cut_passages for turn in searches]),
+        "response_tokens": mean([e.num_model_tokens for e in episodes]),
+        "episode_tokens": mean([len(e.prompt_ids) + len(e.token_ids) for e in episodes]),
+        "gold_in_results": mean([hit for hit in found if hit is not None]),
+    }
+
+
+def append_row(path: Path, row: dict) -> None:
+    """Appends one JSON line and makes sure it is on the disk; every name must be in the glossary."""
+    unknown = [name for name in row if not described(name)]
+    assert not unknown, f"not in metrics.GLOSSARY: {unknown}"
+    with open(path, "a") as file:
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def truncate_rows(path: Path, num_steps: int) -> None:
+    """Drops rows of steps that a resumed run is about to repeat, and a last line cut short by a kill."""
+    if not path.exists():
+        return
+    lines = path.read_text().split("\n")
+    kept = [line for line in lines[:-1] if json.loads(line)["step"] < num_steps]
+    aside = path.with_suffix(".partial")
+    aside.write_text("".join(line + "\n" for line in kept))
+    os.replace(aside, path)

@@ -1,0 +1,94 @@
+"""The Hugging Face model: load it, and the log-probability and entropy of every token of a batch.
+
+The only causal shift of the project is in `Policy.forward`.
+"""
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lld.config import Model
+
+HEAD_CHUNK = 2048  # tokens whose logits are in memory at once
+
+
+def load_tokenizer(options: Model):
+    """The tokenizer of a model; raises ValueError where it has no EOS, and pads with EOS where it has no pad token."""
+    tokenizer = AutoTokenizer.from_pretrained(options.path, trust_remote_code=options.trust_remote_code)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer of {options.path} has no EOS token, so no turn could end by itself; set `eos_token` in its tokenizer_config.json")
+    if tokenizer.pad_token_id is None:
+        # Harmless here: masks are recorded when a token is born and never inferred from pad ids.
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_lm(options: Model):
+    """The causal language model in `options.dtype`, from the hub or a folder, on the CPU."""
+    return AutoModelForCausalLM.from_pretrained(
+        options.path, dtype=getattr(torch, options.dtype), attn_implementation=options.attention, trust_remote_code=options.trust_remote_code
+    )
+
+
+def eos_ids(lm, tokenizer) -> tuple[int, ...]:
+    """Every id that ends a turn: the tokenizer's EOS, the generation config's, and the chat format's end of turn."""
+    configured = lm.generation_config.eos_token_id
+    ids = {tokenizer.eos_token_id, *(configured if isinstance(configured, (list, tuple)) else [configured])}
+    if tokenizer.chat_template is not None:
+        vocabulary = tokenizer.get_vocab()
+        ids |= {vocabulary.get(token) for token in ("<|im_end|>", "<|eot_id|>")}
+    return tuple(sorted(i for i in ids if i is not None))
+
+
+def check_fit(lm, tokenizer, max_episode_tokens: int) -> None:
+    """Raises ValueError where tokenizer and model do not belong together or the context is too short for an episode."""
+    vocabulary = lm.get_input_embeddings().num_embeddings
+    if len(tokenizer) > vocabulary:
+        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens but the model embeds {vocabulary}: they are not of the same model")
+    context = getattr(lm.config, "max_position_embeddings", None)
+    if context is not None and max_episode_tokens > context:
+        raise ValueError(f"rollout.max_episode_tokens = {max_episode_tokens} exceeds the model's context of {context}")
+
+
+class Policy(nn.Module):
+    """A language model as the loss sees it: tokens in, log-probabilities and entropies out."""
+
+    def __init__(self, lm: nn.Module):
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, token_ids_BT, scored_BT, temperature: float = 1.0, entropy_gradient: bool = False):
+        """Log-probability and entropy of every scored token given all tokens before it, (B, T) each in float32, else 0.
+
+        Entry t describes token t. `scored_BT` is True on the tokens the model wrote; only for those the vocabulary is
+        visited, in chunks whose logits are recomputed in the backward pass. Rows are padded on the right.
+        """
+        hidden_BTC = self.lm.base_model(token_ids_BT, use_cache=False).last_hidden_state
+        scored_BS = scored_BT[:, 1:]
+        hidden_NC = hidden_BTC[:, :-1][scored_BS]  # the state before token t predicts token t
+        logprob_N, entropy_N = token_scores(hidden_NC, self.lm.get_output_embeddings(), token_ids_BT[:, 1:][scored_BS], temperature, entropy_gradient)
+        zeros_BT = torch.zeros(token_ids_BT.shape, device=token_ids_BT.device)
+        return zeros_BT.masked_scatter(scored_BT, logprob_N), zeros_BT.masked_scatter(scored_BT, entropy_N)
+
+
+def token_scores(hidden_NC: torch.Tensor, head: nn.Module, targets_N: torch.Tensor, temperature: float, entropy_gradient: bool):
+    """Log-probability of each target and entropy of its distribution, (N,) each, with the logits of one chunk in memory."""
+
+    def chunk_scores(hidden_nC, targets_n):
+        logits_nV = head(hidden_nC).float() / temperature
+        normalizer_n = logits_nV.logsumexp(-1)
+        logprob_n = logits_nV.gather(-1, targets_n[:, None])[:, 0] - normalizer_n
+        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
+            probs_nV = (logits_nV - normalizer_n[:, None]).exp()
+            entropy_n = normalizer_n - (probs_nV * logits_nV).sum(-1)
+        return logprob_n, entropy_n
+
+    scores = []
+    for hidden_nC, targets_n in zip(hidden_NC.split(HEAD_CHUNK), targets_N.split(HEAD_CHUNK)):
+        if torch.is_grad_enabled():
+            scores.append(checkpoint(chunk_scores, hidden_nC, targets_n, use_reentrant=False))
+        else:
+            scores.append(chunk_scores(hidden_nC, targets_n))
+    logprobs, entropies = zip(*scores)
+    return torch.cat(logprobs), torch.cat(entropies)

@@ -1,0 +1,131 @@
+"""Episode → score: exact match, cover match, token F1, and Search-R1's format reward.
+
+Only what the model wrote is scored. Search-R1 reads prompt, passages and its own error message too: "<answer> and </answer>"
+in that message counts as an answer there.
+"""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+
+from lld.config import Reward
+from lld.episode import Episode
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_NO_TAGS = r"(?:(?!</?(?:think|search|information|answer)>).)*"
+_TURN = re.compile(rf"\s*<think>{_NO_TAGS}</think>\s*<(search|answer)>{_NO_TAGS}</\1>\s*", re.DOTALL)
+_INFORMATION = re.compile(r"\s*<information>(.*)</information>\s*", re.DOTALL)
+
+
+def normalize_answer(text: str) -> str:
+    """Lower case, no ASCII punctuation, no articles, single spaces (SQuAD's and Search-R1's normalisation, in this order).
+
+    Punctuation vanishes without leaving a space, and other scripts' punctuation stays, as there.
+    """
+    text = text.lower().translate(_PUNCTUATION)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def exact_match(prediction: str, golden_answers: Sequence[str]) -> float:
+    """1.0 if the normalised prediction equals a normalised gold answer, else 0.0 (Search-R1's `em_check`)."""
+    return float(normalize_answer(prediction) in {normalize_answer(gold) for gold in golden_answers})
+
+
+def cover_exact_match(prediction: str, golden_answers: Sequence[str]) -> float:
+    """1.0 if a normalised gold answer is a substring of the normalised prediction, else 0.0 (Search-R1's `subem_check`, FlashRAG's sub-EM).
+
+    A gold answer of which normalisation leaves nothing ("The") covers nothing; in both of those it covers every prediction.
+    """
+    prediction = normalize_answer(prediction)
+    return float(any(gold in prediction for gold in map(normalize_answer, golden_answers) if gold))
+
+
+def token_f1(prediction: str, golden_answers: Sequence[str]) -> float:
+    """The best F1 of the normalised prediction's words with those of a gold answer, in [0, 1] (SQuAD).
+
+    Without HotpotQA's special case that gives "yes", "no" and "noanswer" nothing for a partial match: one definition for
+    all benchmarks. Where either side has no words left, 1.0 if both have none, else 0.0.
+    """
+    predicted = Counter(normalize_answer(prediction).split())
+    best = 0.0
+    for gold in golden_answers:
+        wanted = Counter(normalize_answer(gold).split())
+        num_common = (predicted & wanted).total()
+        num_words = predicted.total() + wanted.total()
+        best = max(best, 2 * num_common / num_words if num_words else 1.0)
+    return best
+
+
+def valid_format(turn_texts: Sequence[str], observations: Sequence[str], *, eos: str = "") -> bool:
+    """Whether an episode is (think, search, information)* think answer, with nothing but white space between and after.
+
+    `turn_texts` are what the model wrote, `observations` what it got after each turn ("" for none), `eos` an end-of-sequence
+    text that a turn may end with. Search-R1 v0.3's `is_valid_sequence`, except that it knows who wrote a tag: an observation
+    must be an information block (the invalid-action message is none), and a turn with an information tag of its own is invalid.
+    """
+    assert len(turn_texts) == len(observations), "one observation a turn, '' for none"
+    if not turn_texts:
+        return False
+    for index, (text, observation) in enumerate(zip(turn_texts, observations)):
+        turn = _TURN.fullmatch(text.rstrip().removesuffix(eos))
+        is_last = index == len(turn_texts) - 1
+        if turn is None or turn[1] != ("answer" if is_last else "search"):
+            return False
+        if observation.strip() if is_last else not _INFORMATION.fullmatch(observation):
+            return False
+    return True
+
+
+def retrieval_correct(observations: Sequence[str], golden_answers: Sequence[str]) -> bool:
+    """Whether an information block contains a normalised gold answer (Search-R1 v0.3's `is_retrieval_correct`)."""
+    blocks = [block[1] for observation in observations if (block := _INFORMATION.fullmatch(observation))]
+    return any(cover_exact_match(block, golden_answers) for block in blocks)
+
+
+def format_score(
+    turn_texts: Sequence[str], observations: Sequence[str], answer: str | None, golden_answers: Sequence[str], cfg: Reward, *, eos: str = ""
+) -> float:
+    """Search-R1 v0.3's reward of answer and format (`qa_em_format.compute_score_em`); arguments as for `score_text`.
+
+    | answer | valid format                              | invalid format             |
+    |--------|-------------------------------------------|----------------------------|
+    | right  | 1                                         | 1 - structure_format_score |
+    | wrong  | structure_format_score (+ retrieval_score)| final_format_score         |
+    | none   | structure_format_score (+ retrieval_score)| 0                          |
+
+    `retrieval_score` is added where a passage contains a gold answer.
+    """
+    valid = valid_format(turn_texts, observations, eos=eos)
+    if answer is not None and exact_match(answer, golden_answers):
+        return 1.0 if valid else 1.0 - cfg.structure_format_score
+    if valid:
+        return cfg.structure_format_score + (cfg.retrieval_score if retrieval_correct(observations, golden_answers) else 0.0)
+    return 0.0 if answer is None else cfg.final_format_score
+
+
+ANSWER_SCORES = {"em": exact_match, "f1": token_f1, "cover_em": cover_exact_match}
+
+
+def score_text(
+    turn_texts: Sequence[str], observations: Sequence[str], answer: str | None, golden_answers: Sequence[str], cfg: Reward, *, eos: str = ""
+) -> float:
+    """The reward of one episode, in [0, 1] for the default constants.
+
+    `turn_texts` are what the model wrote, one text a turn; `observations` what it got after each turn ("" for none);
+    `answer` the parsed final answer, None if it gave none; `eos` an end-of-sequence text that a turn may end with.
+    """
+    if cfg.kind == "format":
+        return format_score(turn_texts, observations, answer, golden_answers, cfg, eos=eos)
+    return 0.0 if answer is None else ANSWER_SCORES[cfg.kind](answer, golden_answers)
+
+
+def score_episodes(episodes: list[Episode], tokenizer, cfg: Reward) -> list[float]:
+    """The reward of each episode."""
+    decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    scores = []
+    for episode in episodes:
+        turn_texts = [decode(episode.token_ids[turn.start : turn.end]) for turn in episode.turns]
+        observations = [decode(episode.token_ids[turn.end : turn.observation_end]) for turn in episode.turns]
+        scores.append(score_text(turn_texts, observations, episode.answer, episode.question.golden_answers, cfg, eos=tokenizer.eos_token))
+    return scores
