@@ -32,7 +32,6 @@ class Model:
     path: str = "Qwen/Qwen2.5-3B"  # hub name or folder
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the master weights
     mixed_precision: Literal["no", "bf16"] = "bf16"
-    attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa"
     gradient_checkpointing: bool = True
     trust_remote_code: bool = False
 
@@ -118,7 +117,9 @@ class Retriever:
 class Eval:
     every: int = 50  # steps between evaluations while training; 0 never
     at_start: bool = True
-    benchmarks: dict[str, str] = field(default_factory=lambda: {name: f"RUC-NLPIR/FlashRAG_datasets/{name}" for name in BENCHMARKS})
+    benchmarks: dict[str, str] = field(
+        default_factory=lambda: {name: f"RUC-NLPIR/FlashRAG_datasets/{'2wikimultihopqa' if name == '2wiki' else name}" for name in BENCHMARKS}
+    )
     during_training: tuple[str, ...] = ("nq", "hotpotqa")
     max_questions: int = 500  # of each set while training; eval.py takes all rows
     max_turns: int = 4  # the paper's evaluation budget

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import torch
 
 SPLIT_NAMES = ("train", "dev", "test", "validation")
-REMEDY = "give a .parquet (Search-R1) or .jsonl (FlashRAG) file, a folder with one of them for each split, or a hub name such as PeterJinGo/nq_hotpotqa_train"
+REMEDY = "give a .parquet (Search-R1) or .jsonl (FlashRAG) file, a folder with one for each split, or a hub name such as PeterJinGo/nq_hotpotqa_train"
 
 
 @dataclass(frozen=True)

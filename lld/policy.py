@@ -25,10 +25,11 @@ def load_tokenizer(options: Model):
 
 
 def load_lm(options: Model):
-    """The causal language model in `options.dtype`, from the hub or a folder, on the CPU."""
-    return AutoModelForCausalLM.from_pretrained(
-        options.path, dtype=getattr(torch, options.dtype), attn_implementation=options.attention, trust_remote_code=options.trust_remote_code
-    )
+    """The causal language model in `options.dtype`, from the hub or a folder, on the CPU.
+
+    SDPA attention: it takes the engine's boolean masks, and without a mask it is flash attention on a GPU.
+    """
+    return AutoModelForCausalLM.from_pretrained(options.path, dtype=getattr(torch, options.dtype), attn_implementation="sdpa", trust_remote_code=options.trust_remote_code)
 
 
 def eos_ids(lm, tokenizer) -> tuple[int, ...]:

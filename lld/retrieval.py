@@ -39,16 +39,16 @@ SAME_VECTOR = 0.95  # cosine of one passage encoded twice; E5 gives two unrelate
 WORD = re.compile(r"\w+")
 
 
-def parse_passage(line: bytes, where: str) -> Passage:
+def parse_passage(line: bytes, where: str, score: float = 0.0) -> Passage:
     """The passage in one jsonl line; ValueError naming `where` unless it is {"id": …, "contents": non-empty string}."""
     try:
-        record = json.loads(line)
+        record = json.loads(line.decode())  # given bytes, json.loads takes as long again to guess the encoding
         record["contents"].encode()  # a lone surrogate would break the tokenizer and the server's reply much later
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{where}: {line[:80]!r} must be a JSON object with \"id\" and \"contents\" in UTF-8 ({error!r}); mend or delete the line") from None
     if not isinstance(record.get("id"), (str, int)) or not record["contents"].strip():
         raise ValueError(f"{where}: {line[:80]!r} needs an \"id\" (string or number) and a non-empty \"contents\"; mend or delete the line")
-    return Passage(str(record["id"]), record["contents"])
+    return Passage(str(record["id"]), record["contents"], score)
 
 
 class Corpus:
@@ -90,7 +90,11 @@ class Corpus:
         return len(self.bounds) - 1
 
     def __getitem__(self, row: int) -> Passage:
-        return parse_passage(self.bytes[self.bounds[row] : self.bounds[row + 1]], f"{self.path} line {row + 1}")
+        return self.passage(row)
+
+    def passage(self, row: int, score: float = 0.0) -> Passage:
+        """The passage on line `row` (from 0), with a search's score."""
+        return parse_passage(self.bytes[self.bounds[row] : self.bounds[row + 1]], f"{self.path} line {row + 1}", score)
 
     def _refuse_repeated_ids(self) -> None:
         rows = tqdm(range(len(self)), desc=f"checking {self.path}", disable=len(self) < 1_000_000)
@@ -142,7 +146,7 @@ class Encoder:
         self.lock = threading.Lock()  # a fast tokenizer refuses two threads at once ("Already borrowed")
 
     @torch.inference_mode()
-    def encode(self, texts: list[str], kind: str, batch_size: int = 64) -> torch.Tensor:
+    def encode(self, texts: list[str], kind: str, batch_size: int = 32) -> torch.Tensor:
         """Unit vectors (Q, D), float32 on the CPU, of "query" or "passage" texts cut at `max_tokens`, in the order given."""
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # texts of like length share a batch: less padding
         vectors_QD = torch.empty(len(texts), self.dim)
@@ -168,8 +172,7 @@ def _num_hits(corpus: Corpus, topk: int) -> int:
 
 
 def _hits(corpus: Corpus, rows, scores) -> list[Passage]:
-    passages = [(corpus[int(row)], float(score)) for row, score in zip(rows, scores) if row >= 0]  # -1: FAISS found fewer
-    return [Passage(passage.id, passage.contents, score) for passage, score in passages]
+    return [corpus.passage(int(row), float(score)) for row, score in zip(rows, scores) if row >= 0]  # -1: FAISS found fewer
 
 
 def _check_vectors(where: str, num_vectors: int, dim: int, first_D, corpus: Corpus, encoder: Encoder) -> None:
@@ -268,7 +271,7 @@ class BM25Search:
 
     def _search_one(self, query: str, num_hits: int) -> list[Passage]:
         scores_N = self.index.get_scores_from_ids(self.index.get_tokens_ids(WORD.findall(query.lower())))
-        cut = np.partition(scores_N, len(scores_N) - num_hits)[len(scores_N) - num_hits]
+        cut = np.partition(scores_N, -num_hits)[-num_hits]
         above = np.flatnonzero(scores_N > cut)
         level = np.flatnonzero(scores_N == cut)[: num_hits - len(above)]  # bm25s's own top-k takes any of the equals
         rows = np.concatenate([above, level])

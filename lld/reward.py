@@ -127,5 +127,5 @@ def score_episodes(episodes: list[Episode], tokenizer, cfg: Reward) -> list[floa
     for episode in episodes:
         turn_texts = [decode(episode.token_ids[turn.start : turn.end]) for turn in episode.turns]
         observations = [decode(episode.token_ids[turn.end : turn.observation_end]) for turn in episode.turns]
-        scores.append(score_text(turn_texts, observations, episode.answer, episode.question.golden_answers, cfg, eos=tokenizer.eos_token))
+        scores.append(score_text(turn_texts, observations, episode.answer, episode.question.golden_answers, cfg, eos=tokenizer.eos_token or ""))
     return scores

@@ -25,11 +25,13 @@ def episode_seed(seed: int, step: int, question_id: str, sample: int) -> int:
 
 def check_prompts(tokenizer, questions: list[Question], max_prompt_tokens: int) -> None:
     """Raises ValueError naming the first question whose prompt exceeds its budget (Search-R1 cuts it from the left)."""
+    frame = len(protocol.encode_prompt(tokenizer, ""))
     for question in questions:
-        if len(question.text) > max_prompt_tokens or question is questions[0]:  # a token holds at least one character of text
-            length = len(protocol.encode_prompt(tokenizer, question.text))
-            if length > max_prompt_tokens:
-                raise ValueError(f"question {question.id}: its prompt has {length} tokens, more than rollout.max_prompt_tokens = {max_prompt_tokens}; raise the option or remove the question")
+        if frame + len(question.text.encode()) <= max_prompt_tokens:  # no token holds less than a byte
+            continue
+        length = len(protocol.encode_prompt(tokenizer, question.text))
+        if length > max_prompt_tokens:
+            raise ValueError(f"question {question.id}: its prompt has {length} tokens, more than rollout.max_prompt_tokens = {max_prompt_tokens}; raise the option or remove the question")
 
 
 def rollout(

@@ -16,9 +16,9 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from torch.nn import functional as F
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lld import config, protocol
+from lld import config, protocol, retrieval
 
 VERSION = 1  # of what `prepare` writes; raise it with every change of the bytes
 HELD_OUT_SHARE = 0.15
@@ -55,11 +55,29 @@ BRIDGES = {
     "base": ("the base of {}", "the city where {} has its base"),
     "country": ("the country of {}",),
 }
-RELATIONS = {"person": ("birthplace", "employer"), "company": ("founder", "base"), "city": ("country",), "country": ("capital", "language"), "language": ()}
-LEADS_TO = {"birthplace": "city", "employer": "company", "founder": "person", "base": "city", "country": "country", "capital": "city", "language": "language"}
-TWO_HOPS = tuple((kind, (first, second)) for kind in RELATIONS for first in RELATIONS[kind] if first in BRIDGES for second in RELATIONS[LEADS_TO[first]])
+CITY_PREFIXES, COMPANY_SUFFIXES = ("Port", "New", "Lake", "Fort"), ("Motors", "Foods", "Press", "Mills")
+RELATIONS = {
+    "person": ("birthplace", "employer"),
+    "company": ("founder", "base"),
+    "city": ("country",),
+    "country": ("capital", "language"),
+    "language": (),
+}
+LEADS_TO = {
+    "birthplace": "city",
+    "employer": "company",
+    "founder": "person",
+    "base": "city",
+    "country": "country",
+    "capital": "city",
+    "language": "language",
+}
+TWO_HOPS = tuple(
+    (kind, (first, second)) for kind in RELATIONS for first in RELATIONS[kind] if first in BRIDGES for second in RELATIONS[LEADS_TO[first]]
+)
 
-# Thinking and mistakes of the demonstrations. The mistakes leave room to learn: sampled EM is about a third after the warm start.
+# Thinking of the demonstrations, and the chances of their mistakes, which leave room to learn: after the warm start sampled
+# EM is about 0.4. A slip (wrong query, rambling) is followed by a wrong answer with WRONG_AFTER_SLIP, also when it was noticed.
 FIRST_THOUGHTS = ("i need the {relation} of {title}", "let me search the {relation} of {title}")
 FOUND_THOUGHTS = ("the {relation} of {title} is {value}", "i found that the {relation} of {title} is {value}")
 NEXT_THOUGHTS = (" so i need its {relation}", " and now its {relation}")
@@ -112,10 +130,10 @@ def _invent_titles(rng: random.Random, cfg: config.TinyWorld) -> dict[str, list[
     num_pairs = round(cfg.namesake_share * cfg.num_people / 2)
     people = rng.sample([f"{a} {b}" for a in first_names for b in last_names], cfg.num_people - num_pairs)
     stems = _invent_words(rng, math.ceil(0.75 * num_cities), taken)
-    two_words = rng.sample([f"{a} {b}" for a in ("Port", "New", "Lake", "Fort") for b in stems], num_cities // 2)
+    two_words = rng.sample([f"{a} {b}" for a in CITY_PREFIXES for b in stems], num_cities // 2)
     return {
         "person": people + people[:num_pairs],
-        "company": rng.sample([f"{a} {b}" for a in last_names for b in ("Motors", "Foods", "Press", "Mills")], num_companies),
+        "company": rng.sample([f"{a} {b}" for a in last_names for b in COMPANY_SUFFIXES], num_companies),
         "city": rng.sample(stems, num_cities - len(two_words)) + two_words,
         "country": _invent_words(rng, num_countries, taken),
         "language": _invent_words(rng, num_countries, taken),
@@ -141,8 +159,11 @@ def make_world(cfg: config.TinyWorld) -> list[Entity]:
         first = twins.setdefault(flat[person][1], person)
         while first != person and any(facts[first][relation] == facts[person][relation] for relation in RELATIONS["person"]):
             facts[person] = {relation: rng.choice(of_kind[LEADS_TO[relation]]) for relation in RELATIONS["person"]}
-    texts = [rng.choice(PASSAGES[kind]).format(title=title, **{r: flat[i][1] for r, i in facts[n].items()}) if facts[n] else "" for n, (kind, title) in enumerate(flat)]
-    return [Entity(kind, title, fact, text) for (kind, title), fact, text in zip(flat, facts, texts)]
+    world = []
+    for (kind, title), fact in zip(flat, facts):
+        named = {relation: flat[index][1] for relation, index in fact.items()}
+        world.append(Entity(kind, title, fact, rng.choice(PASSAGES[kind]).format(title=title, **named) if fact else ""))
+    return world
 
 
 def passages(world: list[Entity]) -> list[protocol.Passage]:
@@ -190,29 +211,34 @@ def question_row(world: list[Entity], question: TinyQuestion, id: str) -> dict:
 # ------------------------------------------------------------------------------------------------------------ tokenizer
 
 
-def _words(text: str) -> list[str]:
-    return pre_tokenizers.Split(_PIECE, "removed", invert=True).pre_tokenize_str(text.lower())
-
-
 # A passage's frame 'Doc 1(Title: "' is one token: with a word each, half of an observation would be frame.
 _PIECE = Regex(r'doc \d+\(title: "|"\)|\w+|[^\w\s]')
 
 
+def _pieces() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Split(_PIECE, "removed", invert=True)
+
+
+def _words(text: str) -> set[str]:
+    return {word for word, _ in _pieces().pre_tokenize_str(text.lower())}
+
+
 def _template_words() -> list[str]:
     """Every word of the fixed sentences, sorted."""
-    groups = (*PASSAGES.values(), *QUESTIONS.values(), *BRIDGES.values(), FIRST_THOUGHTS, FOUND_THOUGHTS, NEXT_THOUGHTS, RETRY_THOUGHTS, FILLERS)
-    sentences = [sentence for group in groups for sentence in group] + [protocol.defuse(protocol.INVALID_ACTION), "port new lake fort motors foods press mills user assistant"]
-    return sorted({word for sentence in sentences for word, _ in _words(sentence)})
+    by_kind = (*PASSAGES.values(), *QUESTIONS.values(), *BRIDGES.values())
+    spoken = (FIRST_THOUGHTS, FOUND_THOUGHTS, NEXT_THOUGHTS, RETRY_THOUGHTS, FILLERS, CITY_PREFIXES, COMPANY_SUFFIXES)
+    fixed = (protocol.defuse(protocol.INVALID_ACTION), "user", "assistant")
+    return sorted(set().union(*(_words(sentence) for sentences in (*by_kind, *spoken, fixed) for sentence in sentences)))
 
 
 def make_tokenizer(world: list[Entity], topk: int) -> PreTrainedTokenizerFast:
     """A lower-casing word-level tokenizer over the world's words; tags are single tokens that decoding never drops."""
-    names = sorted({word for entity in world for word, _ in _words(entity.title)} - set(_template_words()))
+    names = sorted(set().union(*(_words(entity.title) for entity in world)) - set(_template_words()))
     frames = ['")'] + [f'doc {rank}(title: "' for rank in range(1, max(topk, 10) + 1)]
     vocabulary = dict.fromkeys([PAD, EOS, UNKNOWN, TURN, *TAGS, *frames, *_template_words(), *names])
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(_PIECE, "removed", invert=True)
+    tokenizer.pre_tokenizer = _pieces()
     tokenizer.add_special_tokens([AddedToken(word, normalized=False, special=True) for word in (PAD, EOS, UNKNOWN, TURN)])
     tokenizer.add_tokens([AddedToken(word, normalized=False, special=False) for word in TAGS])
     return PreTrainedTokenizerFast(
@@ -230,13 +256,8 @@ def all_queries(world: list[Entity]) -> list[str]:
 
 
 def _search_all(corpus: Path, queries: list[str], topk: int) -> dict[str, list[protocol.Passage]]:
-    import bm25s
-
-    contents = [json.loads(line) for line in corpus.read_text().splitlines()]
-    index = bm25s.BM25()
-    index.index(bm25s.tokenize([row["contents"] for row in contents], show_progress=False), show_progress=False)
-    found, _ = index.retrieve(bm25s.tokenize(queries, show_progress=False), k=topk, show_progress=False)
-    return {query: [protocol.Passage(contents[i]["id"], contents[i]["contents"]) for i in row] for query, row in zip(queries, found)}
+    retriever = retrieval.open_retriever(config.Retriever(url=None, index=None, corpus=str(corpus), backend="bm25", topk=topk))
+    return dict(zip(queries, retriever.search(queries, topk)))
 
 
 def _slip(rng: random.Random, world: list[Entity], gold: int, seen: list[int]) -> int:
@@ -246,14 +267,16 @@ def _slip(rng: random.Random, world: list[Entity], gold: int, seen: list[int]) -
     return rng.choice(in_sight or [i for i in range(len(world)) if same(i)])
 
 
-def demonstrate(rng: random.Random, world: list[Entity], question: TinyQuestion, seen_by: dict[str, list[int]]) -> list[tuple[str, str]]:
+def demonstrate(
+    rng: random.Random, world: list[Entity], question: TinyQuestion, seen_by: dict[str, list[int]], clumsy: bool = True
+) -> list[tuple[str, str]]:
     """One episode after the prompt as ("action" | "search" | "invalid", text) pairs; "search" holds the query whose observation follows.
 
-    `seen_by` maps a query to the entities whose passages it finds. Mistakes are drawn at the rates above.
+    `seen_by` maps a query to the entities whose passages it finds. A `clumsy` one makes mistakes at the rates above.
     """
     met = follow(world, question.entity, question.path)
     name = lambda i: world[i].title.lower()
-    chance = lambda p: rng.random() < p
+    chance = lambda p: clumsy and rng.random() < p
     hops = len(question.path)
     wrong_query_at = rng.randrange(hops) if chance(WRONG_QUERY) else -1
     ramble_at = rng.randrange(hops + 1) if chance(RAMBLE) else -1
@@ -304,7 +327,9 @@ def demonstrate(rng: random.Random, world: list[Entity], question: TinyQuestion,
     return turns
 
 
-def render_demonstration(tokenizer, question: str, turns: list[tuple[str, str]], observation_ids: dict[str, list[int]]) -> tuple[list[int], list[bool]]:
+def render_demonstration(
+    tokenizer, question: str, turns: list[tuple[str, str]], observation_ids: dict[str, list[int]]
+) -> tuple[list[int], list[bool]]:
     """Token ids of a whole episode as the rollout would have them, and which of them the model writes."""
     pieces = [(protocol.encode_prompt(tokenizer, question), False)]
     for kind, text in turns:
@@ -315,36 +340,46 @@ def render_demonstration(tokenizer, question: str, turns: list[tuple[str, str]],
     return [i for ids, _ in pieces for i in ids], [own for ids, own in pieces for _ in ids]
 
 
-def make_demonstrations(world: list[Entity], questions: list[TinyQuestion], tokenizer, corpus: Path, count: int, topk: int, seed: int) -> list[tuple[list[int], list[bool]]]:
-    """`count` rendered demonstrations over the training questions, sizes checked by `prepare`."""
+def make_demonstrations(
+    world: list[Entity], questions: list[TinyQuestion], tokenizer, corpus: Path, count: int, topk: int, seed: int
+) -> tuple[list[tuple[list[int], list[bool]]], dict[str, int]]:
+    """`count` rendered demonstrations over `questions`, and the tokens of the longest prompt, turn, observation and episode
+    when no mistake is made."""
     rng = random.Random(f"demonstrations {seed}")
     found = _search_all(corpus, all_queries(world), topk)
     seen_by = {query: [int(passage.id) for passage in row] for query, row in found.items()}
     observation_ids = {query: protocol.render_observation(tokenizer, row, 1_000_000)[0] for query, row in found.items()}
+    longest = dict.fromkeys(("prompt", "turn", "observation", "episode"), 0)
+    for question in questions:
+        turns = demonstrate(rng, world, question, seen_by, clumsy=False)
+        prompt, episode = protocol.encode_prompt(tokenizer, question.text), render_demonstration(tokenizer, question.text, turns, observation_ids)[0]
+        actions = [len(tokenizer.encode(text, add_special_tokens=False)) for kind, text in turns if kind == "action"]
+        observations = [len(observation_ids[text]) for kind, text in turns if kind == "search"]
+        for what, size in (("prompt", len(prompt)), ("turn", max(actions)), ("observation", max(observations)), ("episode", len(episode))):
+            longest[what] = max(longest[what], size)
     observation_ids[""] = tokenizer.encode(protocol.INVALID_ACTION, add_special_tokens=False)
-    demonstrations = []
-    for i in range(count):
-        question = questions[i % len(questions)]
-        turns = demonstrate(rng, world, question, seen_by)
-        demonstrations.append(render_demonstration(tokenizer, question.text, turns, observation_ids))
-    return demonstrations
+    drawn = [questions[i % len(questions)] for i in range(count)]
+    return [render_demonstration(tokenizer, q.text, demonstrate(rng, world, q, seen_by), observation_ids) for q in drawn], longest
 
 
 # ----------------------------------------------------------------------------------------------------------- warm start
 
 
-def make_policy(cfg: config.TinyWorld, tokenizer) -> Qwen2ForCausalLM:
-    """A random Qwen2 of `num_layers` and `hidden_size`; float32, tied embeddings, 4 heads on 2 key-value heads."""
+def make_policy(cfg: config.TinyWorld, tokenizer) -> LlamaForCausalLM:
+    """A random Llama of `num_layers` and `hidden_size`; float32, tied embeddings, 4 heads on 2 key-value heads.
+
+    Not Qwen2: transformers 5 opens whatever tokenizer lies beside a "qwen2" config as Qwen's byte-level one, without a word.
+    """
     if cfg.hidden_size % 8:
         raise ValueError(f"tinyworld.hidden_size = {cfg.hidden_size}: must be a multiple of 8 (four heads of even width)")
-    shape = Qwen2Config(
+    shape = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=cfg.hidden_size, intermediate_size=2 * cfg.hidden_size, num_hidden_layers=cfg.num_layers,
         num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=4096, dtype="float32",
         pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(cfg.seed)
-        return Qwen2ForCausalLM(shape)
+        return LlamaForCausalLM(shape)
 
 
 def _batches(lengths: list[int], num_steps: int, rng: random.Random):
@@ -365,17 +400,19 @@ def _batches(lengths: list[int], num_steps: int, rng: random.Random):
             yield batch
 
 
-def warm_start(policy: Qwen2ForCausalLM, demonstrations: list[tuple[list[int], list[bool]]], num_steps: int, seed: int) -> list[float]:
+def warm_start(policy: LlamaForCausalLM, demonstrations: list[tuple[list[int], list[bool]]], num_steps: int, seed: int) -> list[float]:
     """Supervised training in place; returns each step's loss in nats per weighted token.
 
-    The policy's own tokens weigh 1 and all others 0.3: to predict passages teaches the heads to copy names.
+    The policy's own tokens weigh 1 and all others 0.3: to predict passages teaches the heads to copy names. AdamW at 3e-3
+    with 50 steps of linear warm-up, cosine to 5 %.
     """
     lengths = [len(ids) for ids, _ in demonstrations]
     longest = max(lengths)
     token_ids_NT = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in demonstrations])
     weights_NT = torch.tensor([[1.0 if own else 0.3 for own in owns] + [0.0] * (longest - len(owns)) for _, owns in demonstrations])
     optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-    cosine = lambda step: min(1.0, (step + 1) / 50) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / num_steps)))
+    num_warmup = min(50, max(1, num_steps // 10))
+    cosine = lambda step: min(1.0, (step + 1) / num_warmup) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / num_steps)))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, cosine)
     losses = []
     policy.train()
@@ -418,15 +455,22 @@ def _check_prepared(folder: Path, identity: dict) -> dict:
     if found != identity:
         names = [name for name in sorted(found.keys() | identity.keys()) if found.get(name) != identity.get(name)]
         apart = ", ".join(f"{name} {found.get(name)!r} there, {identity.get(name)!r} asked" for name in names)
-        raise ValueError(f"tinyworld.dir = {str(folder)!r} holds a world made with other options ({apart}): delete the folder or choose another tinyworld.dir")
+        raise ValueError(
+            f"tinyworld.dir = {str(folder)!r} holds a world made with other options ({apart}): "
+            "delete the folder or choose another tinyworld.dir"
+        )
     return world
 
 
-def _check_room(longest: dict, rollout: config.Rollout) -> None:
+def _check_room(cfg: config.TinyWorld, longest: dict[str, int], rollout: config.Rollout) -> None:
     """Refuses a rollout that would cut the prompts, turns or observations which the warm start has taught."""
-    for what, option in (("prompt", "max_prompt_tokens"), ("turn", "max_new_tokens"), ("observation", "max_observation_tokens"), ("episode", "max_episode_tokens")):
-        if getattr(rollout, option) < longest[what]:
-            raise ValueError(f"rollout.{option} = {getattr(rollout, option)}: the tiny world's longest {what} has {longest[what]} tokens; raise the option")
+    options = {"prompt": "max_prompt_tokens", "turn": "max_new_tokens", "observation": "max_observation_tokens", "episode": "max_episode_tokens"}
+    for what, option in options.items():
+        asked = getattr(rollout, option)
+        if asked < longest[what]:
+            raise ValueError(f"rollout.{option} = {asked}: the tiny world's longest flawless {what} has {longest[what]} tokens; raise the option")
+    if cfg.two_hop_share > 0 and rollout.max_turns < 2:
+        raise ValueError(f"rollout.max_turns = {rollout.max_turns}: two-hop questions take two searches; raise it or set tinyworld.two_hop_share 0")
 
 
 def prepare(cfg: config.TinyWorld, rollout: config.Rollout, topk: int) -> None:
@@ -439,7 +483,7 @@ def prepare(cfg: config.TinyWorld, rollout: config.Rollout, topk: int) -> None:
     folder, partial = Path(cfg.dir), Path(f"{cfg.dir}.partial")
     identity = _identity(cfg, topk)
     if folder.exists() and any(folder.iterdir()):
-        _check_room(_check_prepared(folder, identity)["longest"], rollout)
+        _check_room(cfg, _check_prepared(folder, identity)["longest"], rollout)
         return
     if partial.exists():
         shutil.rmtree(partial)
@@ -451,13 +495,14 @@ def prepare(cfg: config.TinyWorld, rollout: config.Rollout, topk: int) -> None:
     _write_jsonl(partial / "train.jsonl", [question_row(world, question, f"tiny_train_{i}") for i, question in enumerate(train)])
     _write_jsonl(partial / "heldout.jsonl", [question_row(world, question, f"tiny_heldout_{i}") for i, question in enumerate(held_out)])
     count = min(MAX_DEMONSTRATIONS, BATCH_SIZE * cfg.warm_start_steps)
-    demonstrations = make_demonstrations(world, train, tokenizer, partial / "corpus.jsonl", count, topk, cfg.seed)
+    demonstrations, longest = make_demonstrations(world, train, tokenizer, partial / "corpus.jsonl", count, topk, cfg.seed)
+    _check_room(cfg, longest, rollout)  # before the minutes of training
     policy = make_policy(cfg, tokenizer)
     losses = warm_start(policy, demonstrations, cfg.warm_start_steps, cfg.seed)
     policy.save_pretrained(partial / "policy")
     tokenizer.save_pretrained(partial / "policy")
-    longest = {"prompt": 30, "turn": 40, "observation": 100, "episode": 300}
-    (partial / "world.json").write_text(json.dumps({"identity": identity, "longest": longest, "warm_start_losses": [losses[0], losses[-1]]}, indent=2) + "\n")
+    description = {"identity": identity, "longest": longest, "warm_start_losses": [losses[0], losses[-1]]}
+    (partial / "world.json").write_text(json.dumps(description, indent=2) + "\n")
     if folder.exists():
         folder.rmdir()
     partial.rename(folder)

@@ -1,0 +1,290 @@
+"""Scores a checkpoint on held-out questions: all rows of every benchmark, each question's trajectory saved.
+
+    python eval.py --ckpt DIR --config configs/x.yaml [--benchmarks nq,hotpotqa] [--out DIR] [section.key=value ...]
+
+OUT (default: DIR/eval) receives <benchmark>.jsonl, one record a question, written every `eval.batch_size` questions, and
+results.json. The same command again goes on where a killed one stopped. Also runs under `accelerate launch`.
+Exit codes: 0 done; 2 a mistake in what was asked for; 3 the search failed (what was done is kept).
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from tqdm import tqdm
+
+from lld import config, policy, protocol
+from lld.config import Config
+from lld.data import Question
+from lld.engine import Engine
+from lld.evaluate import bootstrap_means, evaluate_questions, load_benchmark, paper_averages, percentile_interval, summarize
+from lld.rollout import check_prompts
+from lld.tools import RetrieverError, check_health, make_search
+
+ROOT = Path(__file__).resolve().parent
+CHECKPOINT_FILES = ("*.safetensors", "pytorch_model*.bin", "config.json", "generation_config.json", "tokenizer*", "chat_template*", "vocab*", "merges.txt", "special_tokens_map.json")
+SCORES = ("em", "f1", "cover_em")
+COLUMNS = {"searches": "searches", "valid_action_rate": "valid", "truncation_rate": "truncated", "gold_in_results": "gold found"}
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def file_sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """Every file of a checkpoint that can change an answer; raises ValueError where there is no checkpoint."""
+    if not (folder / "config.json").is_file():
+        inside = sorted(path.parent for pattern in ("*/config.json", "*/*/config.json") for path in folder.glob(pattern))
+        remedy = f"did you mean {inside[-1]}?" if inside else "give a folder that from_pretrained opens (for a hub name: `hf download NAME --local-dir DIR`)"
+        raise ValueError(f"--ckpt {folder}: {'no config.json in it' if folder.is_dir() else 'no such folder'}; {remedy}")
+    paths = {path for pattern in CHECKPOINT_FILES for path in folder.glob(pattern) if path.is_file()}
+    if not any(path.suffix in (".safetensors", ".bin") for path in paths):
+        raise ValueError(f"--ckpt {folder}: no weights (*.safetensors) in it; copy the whole checkpoint")
+    return sorted(paths)
+
+
+def code_sha256() -> str:
+    """One checksum over the names and contents of eval.py and all of lld/."""
+    paths = [ROOT / "eval.py", *sorted((ROOT / "lld").glob("*.py"))]
+    return sha256(b"".join(f"{path.name}\0{file_sha256(path)}\n".encode() for path in paths))
+
+
+def git_commit() -> str | None:
+    """The commit of this code, with "+changes" where files differ from it; None outside a git checkout."""
+    try:
+        git = lambda *words: subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout.strip()
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def evaluation_settings(cfg: Config, names: list[str], checkpoint: dict[str, str]) -> dict:
+    """What a figure depends on. Not `retriever.url`: the same server may come back on another node."""
+    tree = config.to_dict(cfg)
+    pick = lambda section, *options: {option: tree[section][option] for option in options}
+    return {
+        "checkpoint": checkpoint,
+        "run": pick("run", "seed"),
+        "model": pick("model", "dtype", "mixed_precision"),
+        "rollout": pick("rollout", "max_new_tokens", "max_observation_tokens", "max_episode_tokens"),
+        "retriever": pick("retriever", "index", "corpus", "encoder", "backend", "topk"),
+        "eval": pick("eval", "max_turns", "temperature", "top_p"),
+        "benchmarks": {name: cfg.eval.benchmarks[name] for name in names},
+    }
+
+
+def claim_folder(out: Path, settings: dict) -> list[str]:
+    """Writes OUT/settings.json, or raises ValueError where the folder holds an evaluation with other settings.
+
+    Returns the checksum of every version of the code that has worked on the folder: a resumed evaluation may outlive a
+    mended typo, but its figures must say so.
+    """
+    path = out / "settings.json"
+    out.mkdir(parents=True, exist_ok=True)
+    code = [code_sha256()]
+    if path.exists():
+        earlier = json.loads(path.read_text())
+        code = list(dict.fromkeys(earlier["code_sha256"] + code))
+        for section, values in settings.items():
+            for name in values.keys() | earlier[section].keys():
+                old, new = earlier[section].get(name), values.get(name)
+                if old != new and not (section == "benchmarks" and None in (old, new)):  # another benchmark may join
+                    raise ValueError(f"{out} holds an evaluation with {section} {name} = {str(old)[:80]!r}, now it is {str(new)[:80]!r}: choose another --out, or delete the folder")
+        settings = settings | {"benchmarks": earlier["benchmarks"] | settings["benchmarks"]}
+    elif any(out.glob("*.jsonl")):
+        raise ValueError(f"{out} holds .jsonl files but no settings.json, so what they are of is unknown: choose another --out")
+    aside = path.with_suffix(".partial")
+    aside.write_text(json.dumps(settings | {"code_sha256": code}, indent=1) + "\n")
+    os.replace(aside, path)
+    return code
+
+
+def read_records(path: Path) -> dict[str, dict]:
+    """The records of a .jsonl by id; a last line that a kill cut short is removed from the file."""
+    if not path.exists():
+        return {}
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        os.truncate(path, len(whole))
+    records = {}
+    for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} line {number} is damaged ({error}): delete the line, and its question is asked again") from None
+        records[record["id"]] = record
+    return records
+
+
+def check_records(records: dict[str, dict], questions: list[Question], path: Path) -> None:
+    known = {question.id: question for question in questions}
+    for id, record in records.items():
+        if id not in known:
+            raise ValueError(f"{path} has question {id}, which the benchmark no longer has: choose another --out")
+        question = known[id]
+        if (record["question"], record["golden_answers"]) != (question.text, list(question.golden_answers)):
+            raise ValueError(f"{path}: question {id} was {record['question']!r} with answers {record['golden_answers']}, which the benchmark has changed: choose another --out")
+
+
+def append_records(path: Path, records: list[dict]) -> None:
+    with open(path, "a") as file:
+        file.write("".join(json.dumps(record) + "\n" for record in records))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def open_engine(cfg: Config, tokenizer, device: torch.device) -> Engine:
+    """The engine with the checkpoint's model; its weights are bfloat16 on a GPU where training computes in bfloat16."""
+    half = device.type == "cuda" and cfg.model.mixed_precision == "bf16"
+    lm = policy.load_lm(dataclasses.replace(cfg.model, dtype="bfloat16") if half else cfg.model).to(device).eval()
+    policy.check_fit(lm, tokenizer, cfg.rollout.max_episode_tokens)
+    return Engine(
+        lm,
+        tokenizer,
+        num_slots=cfg.rollout.num_slots,
+        temperature=cfg.eval.temperature,
+        top_p=cfg.eval.top_p,
+        stop_strings=protocol.STOP_STRINGS,
+        eos_ids=policy.eos_ids(lm, tokenizer),
+    )
+
+
+def play_missing(benchmarks: dict[str, list[Question]], out: Path, cfg: Config, accelerator: Accelerator) -> None:
+    """Asks every question that has no record yet and appends the records, chunk after chunk."""
+    done = [None]
+    if accelerator.is_main_process:
+        done = [{name: list(read_records(out / f"{name}.jsonl")) for name in benchmarks}]
+    done = {name: set(ids) for name, ids in broadcast_object_list(done)[0].items()}
+    num_done = sum(map(len, done.values()))
+    total = sum(map(len, benchmarks.values()))
+    if num_done == total:
+        return
+    tokenizer = policy.load_tokenizer(cfg.model)
+    for questions in benchmarks.values():
+        check_prompts(tokenizer, questions, cfg.rollout.max_prompt_tokens)
+    if cfg.retriever.url is not None:
+        check_health(cfg.retriever.url, cfg.retriever.timeout_s)  # before the minutes that a large model takes to load
+    search = make_search(cfg.retriever)
+    engine = open_engine(cfg, tokenizer, accelerator.device)
+    with tqdm(total=total, initial=num_done, unit="question", smoothing=0.02, disable=not accelerator.is_main_process) as bar:
+        for name, questions in benchmarks.items():
+            bar.set_description(name)
+            # Chunks begin at the same questions whatever was done before, so that a resumed run batches like a whole one.
+            for start in range(0, len(questions), cfg.eval.batch_size):
+                missing = [question for question in questions[start : start + cfg.eval.batch_size] if question.id not in done[name]]
+                if not missing:
+                    continue
+                before = bar.n
+                records = evaluate_questions(engine, tokenizer, missing, search, cfg, seed=cfg.run.seed, progress=bar.update, accelerator=accelerator)
+                if accelerator.is_main_process:
+                    append_records(out / f"{name}.jsonl", records)
+                bar.update(before + len(missing) - bar.n)  # what the other processes asked
+
+
+def score_records(records_by_benchmark: dict[str, list[dict]]) -> dict:
+    """{"benchmarks": {name: metrics and 95 % intervals}, "averages": {name: {"em", "em_interval"} or None}}."""
+    benchmarks, em, resampled = {}, {}, {}
+    for name, records in records_by_benchmark.items():
+        # Sorted and seeded by name: the figures do not depend on the order of writing nor on the company of other sets.
+        records = sorted(records, key=lambda record: record["id"])
+        seed = int(sha256(name.encode())[:8], 16)
+        means = {score: bootstrap_means([record[score] for record in records], seed=seed) for score in SCORES}
+        benchmarks[name] = summarize(records) | {f"{score}_interval": percentile_interval(means[score]) for score in SCORES}
+        em[name], resampled[name] = benchmarks[name]["em"], means["em"]
+    spread = paper_averages(resampled)
+    averages = {name: None if value is None else {"em": value, "em_interval": percentile_interval(spread[name])} for name, value in paper_averages(em).items()}
+    return {"benchmarks": benchmarks, "averages": averages}
+
+
+def format_table(scores: dict) -> str:
+    """The figures as one table, scores in percent."""
+    share = lambda value: "–" if value is None else f"{100 * value:.1f}"
+    interval = lambda row: f"{share(row['em'])} [{share(row['em_interval'][0])}, {share(row['em_interval'][1])}]"
+    rows = [["benchmark", "n", "EM [95 %]", "F1", "cover-EM", *COLUMNS.values()]]
+    for name, row in scores["benchmarks"].items():
+        cells = [f"{row[column]:.2f}" if column == "searches" else share(row.get(column)) for column in COLUMNS]
+        rows.append([name, str(row["num_questions"]), interval(row), share(row["f1"]), share(row["cover_em"]), *cells])
+    for name, row in scores["averages"].items():
+        rows.append([name, "", "– (a benchmark is missing)" if row is None else interval(row)])
+    widths = [max(len(row[i]) for row in rows if i < len(row) and len(row) > 3) for i in range(len(rows[0]))]
+    align = lambda row: [row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:])]
+    return "\n".join("  ".join(align(row)) for row in rows)
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    """The whole evaluation; raises ValueError for a mistake of the user and RetrieverError where the search fails."""
+    cfg = config.load(args.config, args.overrides)
+    files = checkpoint_files(args.ckpt)
+    cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, path=str(args.ckpt)))
+    names = list(dict.fromkeys(args.benchmarks.split(","))) if args.benchmarks else list(cfg.eval.benchmarks)
+    benchmarks = {name: load_benchmark(cfg, name) for name in names}
+    out = args.out or args.ckpt / "eval"
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    if accelerator.is_main_process:
+        checkpoint = {path.name: file_sha256(path) for path in files}
+        code = claim_folder(out, evaluation_settings(cfg, names, checkpoint))
+        for name, questions in benchmarks.items():
+            check_records(read_records(out / f"{name}.jsonl"), questions, out / f"{name}.jsonl")
+    play_missing(benchmarks, out, cfg, accelerator)
+    if not accelerator.is_main_process:
+        return
+    path = out / "results.json"
+    records = {name: list(read_records(out / f"{name}.jsonl").values()) for name in names}
+    for name, row in (json.loads(path.read_text())["benchmarks"] if path.exists() else {}).items():
+        if name not in records and len(kept := read_records(out / f"{name}.jsonl")) == row["num_questions"]:
+            records[name] = list(kept.values())  # a set of an earlier call stays in the table
+    scores = score_records(records)
+    tree = config.to_dict(cfg)
+    provenance = {
+        "checkpoint": {"path": str(args.ckpt), "sha256": checkpoint},
+        "config": tree,
+        "config_sha256": sha256(json.dumps(tree, sort_keys=True).encode()),
+        "code_sha256": code,
+        "git_commit": git_commit(),
+        "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "transformers": transformers.__version__},
+        "device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else "cpu",
+        "num_processes": accelerator.num_processes,
+    }
+    aside = path.with_suffix(".partial")
+    aside.write_text(json.dumps(scores | provenance, indent=1) + "\n")
+    os.replace(aside, path)
+    print(format_table(scores))
+    print(f"\nwritten to {path}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="eval.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ckpt", type=Path, required=True, metavar="DIR", help="checkpoint folder with model and tokenizer")
+    parser.add_argument("--config", required=True, metavar="YAML", help="the run's configuration")
+    parser.add_argument("--benchmarks", metavar="NAME,…", help="names in eval.benchmarks; default: all of them")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the records and results; default: <ckpt>/eval")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    args = parser.parse_intermixed_args(argv)
+    try:
+        evaluate(args)
+    except RetrieverError as error:
+        print(f"eval.py: the search failed: {error} (answers so far are kept; the same command goes on from there)", file=sys.stderr)
+        return 3
+    except ValueError as error:
+        print(f"eval.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""Held-out questions -> scores and saved trajectories.
+
+One episode a question, every question scored, evaluation's own sampling settings (Search-R1 drops the last partial batch
+and, by losing a flag on the way, samples its validation at temperature 1).
+"""
+
+import difflib
+from collections.abc import Callable, Sequence
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from lld.config import Config
+from lld.data import Question, load_questions
+from lld.engine import Engine
+from lld.episode import Episode
+from lld.reward import cover_exact_match, exact_match, normalize_answer, token_f1
+from lld.rollout import Search, rollout
+from lld.tools import RetrieverError
+
+AVERAGES = {  # the columns of the paper's tables
+    "GenAvg": ("nq", "triviaqa", "popqa"),
+    "MHAvg": ("hotpotqa", "2wiki", "musique", "bamboogle"),
+    "Avg": ("nq", "triviaqa", "popqa", "hotpotqa", "2wiki", "musique", "bamboogle"),
+}
+RESAMPLED_VALUES = 1 << 22  # drawn at once by the bootstrap; bounds its memory
+
+
+def load_benchmark(cfg: Config, name: str) -> list[Question]:
+    """All test questions of the set that `eval.benchmarks` calls `name`.
+
+    From a file with several sources only those rows whose source is `name` are taken. Raises ValueError for an unknown
+    name, with the nearest one, and for whatever `load_questions` cannot read.
+    """
+    where = cfg.eval.benchmarks.get(name)
+    if where is None:
+        close = difflib.get_close_matches(name, cfg.eval.benchmarks, n=1)
+        remedy = f"did you mean {close[0]!r}?" if close else f"eval.benchmarks has {', '.join(cfg.eval.benchmarks)}"
+        raise ValueError(f"unknown benchmark {name!r}: {remedy}")
+    questions = load_questions(where, split="test", source=name)
+    sources = {question.source for question in questions}
+    if len(sources) == 1:
+        return questions
+    if name not in sources:
+        raise ValueError(f"{where} holds {', '.join(sorted(sources))} but no rows of source {name!r}: name one of these in eval.benchmarks, or give a file of one source")
+    return [question for question in questions if question.source == name]
+
+
+def evaluate_questions(
+    engine: Engine,
+    tokenizer,
+    questions: Sequence[Question],
+    search: Search,
+    cfg: Config,
+    *,
+    seed: int,
+    progress: Callable[[int], None] | None = None,
+    accelerator: Accelerator | None = None,
+) -> list[dict]:
+    """Plays one episode a question and returns one record each (see `episode_record`), in the order of `questions`.
+
+    The engine brings the sampling settings; turns come from `eval`, token budgets from `rollout`. With an accelerator
+    process r of R plays questions r, r + R, …, every process must call, and every process gets all records. Raises
+    RetrieverError, on all processes if on one: a process that left alone would keep the others waiting for its records.
+    """
+    rank, num_processes = (accelerator.process_index, accelerator.num_processes) if accelerator is not None else (0, 1)
+    own, errors = [], []
+    try:
+        episodes = rollout(
+            engine,
+            tokenizer,
+            list(questions[rank::num_processes]),
+            search,
+            num_samples=1,
+            seed=seed,
+            step=-1,  # no training step has this number, so no training episode shares its random numbers
+            max_turns=cfg.eval.max_turns,
+            max_new_tokens=cfg.rollout.max_new_tokens,
+            max_observation_tokens=cfg.rollout.max_observation_tokens,
+            max_episode_tokens=cfg.rollout.max_episode_tokens,
+            overlap_search=cfg.rollout.overlap_search,
+            progress=progress,
+        )
+        own = [(rank + i * num_processes, episode_record(tokenizer, episode)) for i, episode in enumerate(episodes)]
+    except RetrieverError as error:
+        if num_processes == 1:
+            raise
+        errors = [str(error)]
+    if num_processes > 1:
+        own, errors = gather_object(own), gather_object(errors)
+    if errors:
+        raise RetrieverError(errors[0])
+    return [record for _, record in sorted(own, key=lambda item: item[0])]
+
+
+def gold_in_results(golden_answers: Sequence[str], contents: Sequence[str]) -> bool | None:
+    """Whether a normalised gold answer stands, as whole words, in one of the retrieved passages.
+
+    None where every gold answer is "yes", "no" or empty once normalised: such an answer is not found but concluded.
+    """
+    golds = [gold for gold in map(normalize_answer, golden_answers) if gold not in ("", "yes", "no")]
+    if not golds:
+        return None
+    texts = [f" {normalize_answer(text)} " for text in contents]
+    return any(f" {gold} " in text for gold in golds for text in texts)
+
+
+def episode_record(tokenizer, episode: Episode) -> dict:
+    """One episode as plain JSON types: its scores in [0, 1], its counts, and its turns as they can be read."""
+    question, answer = episode.question, episode.answer
+    decode = lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    score = lambda metric: 0.0 if answer is None else metric(answer, question.golden_answers)
+    turns = [
+        {
+            "text": decode(episode.token_ids[turn.start : turn.end]),
+            "kind": turn.kind,
+            "content": turn.content,
+            "stop": turn.stop,
+            "passages": [passage.contents for passage in turn.passages],
+            "observation": decode(episode.token_ids[turn.end : turn.observation_end]),
+        }
+        for turn in episode.turns
+    ]
+    return {
+        "id": question.id,
+        "source": question.source,
+        "question": question.text,
+        "golden_answers": list(question.golden_answers),
+        "answer": answer,
+        "em": score(exact_match),
+        "f1": score(token_f1),
+        "cover_em": score(cover_exact_match),
+        "num_searches": episode.num_searches,
+        "num_turns": len(turns),
+        "num_valid_actions": sum(turn["kind"] != "invalid" for turn in turns),
+        "truncated": episode.stop_reason == "length" or any(turn["stop"] == "length" for turn in turns),
+        "gold_in_results": gold_in_results(question.golden_answers, [text for turn in turns for text in turn["passages"]]),
+        "stop_reason": episode.stop_reason,
+        "turns": turns,
+    }
+
+
+def summarize(records: Sequence[dict]) -> dict[str, float]:
+    """Means over questions, and valid actions over actions; "gold_in_results" is absent where no question admits it.
+
+    The names are those of `eval/<benchmark>/…` in metrics.jsonl and in the table of eval.py.
+    """
+    assert records, "no records to summarize"
+    mean = lambda name: sum(record[name] for record in records) / len(records)
+    found = [record["gold_in_results"] for record in records if record["gold_in_results"] is not None]
+    metrics = {
+        "em": mean("em"),
+        "f1": mean("f1"),
+        "cover_em": mean("cover_em"),
+        "searches": mean("num_searches"),
+        "valid_action_rate": sum(record["num_valid_actions"] for record in records) / sum(record["num_turns"] for record in records),
+        "truncation_rate": mean("truncated"),
+        "answered_rate": sum(record["answer"] is not None for record in records) / len(records),
+        "num_questions": len(records),
+    }
+    return metrics | ({"gold_in_results": sum(found) / len(found)} if found else {})
+
+
+def bootstrap_means(values: Sequence[float], *, num_resamples: int = 2000, seed: int = 0) -> torch.Tensor:
+    """(num_resamples,) float64 means of samples of N out of the N `values`, with replacement."""
+    values_N = torch.as_tensor(values, dtype=torch.float64)
+    N = len(values_N)
+    assert N > 0 and num_resamples > 0
+    generator = torch.Generator().manual_seed(seed)
+    rows = max(1, RESAMPLED_VALUES // N)
+    means = [values_N[torch.randint(N, (min(rows, num_resamples - done), N), generator=generator)].mean(1) for done in range(0, num_resamples, rows)]
+    return torch.cat(means)
+
+
+def percentile_interval(means: torch.Tensor, level: float = 0.95) -> tuple[float, float]:
+    """The central `level` of bootstrap means."""
+    assert 0 < level < 1
+    low, high = means.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=means.dtype)).tolist()
+    return low, high
+
+
+def bootstrap_interval(values: Sequence[float], *, num_resamples: int = 2000, seed: int = 0, level: float = 0.95) -> tuple[float, float]:
+    """Percentile bootstrap interval of the mean of `values`, one a question (Efron & Tibshirani 1993, ch. 13).
+
+    It says how far another draw of questions could move the figure; how far another training seed could, it does not.
+    """
+    return percentile_interval(bootstrap_means(values, num_resamples=num_resamples, seed=seed), level)
+
+
+def paper_averages(em_by_benchmark: dict) -> dict:
+    """GenAvg, MHAvg and Avg of the paper's tables, each the plain mean over its benchmarks; None where one is missing."""
+    return {
+        name: sum(em_by_benchmark[member] for member in members) / len(members) if all(member in em_by_benchmark for member in members) else None
+        for name, members in AVERAGES.items()
+    }

@@ -1,0 +1,77 @@
+"""Small real things shared by the tests: a byte-level BPE tokenizer, a random Qwen2 policy, a search over made-up passages."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+SHARED = ROOT.parent / "shared"
+sys.path.insert(0, str(ROOT))
+
+TEXTS = [
+    "<think> I need to find it. </think> <search> who wrote it </search>",
+    "<information>Doc 1(Title: \"Ada\") Ada was born in Arden.</information>",
+    "<answer> Beijing </answer> Answer the given question. You must conduct reasoning inside <think> and </think> first",
+    "My previous action is invalid. If I want to search, I should put the query between <search> and </search>.",
+] * 50  # fmt: skip
+
+
+def make_tokenizer(vocab_size: int = 400, chat: bool = False):
+    """A byte-level BPE tokenizer, trained on a few sentences so that stop strings end inside tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=["<|endoftext|>", "<|im_end|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    backend.train_from_iterator(TEXTS, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    if chat:
+        tokenizer.chat_template = "{% for m in messages %}user: {{ m['content'] }}{% endfor %} assistant: "
+    return tokenizer
+
+
+def make_lm(tokenizer, *, hidden_size: int = 64, num_layers: int = 2, seed: int = 0, scale: float = 8.0, vocab_size: int | None = None):
+    """A random Qwen2 whose logits are sharpened by `scale`, so that greedy choices are not near-ties."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=vocab_size or len(tokenizer), hidden_size=hidden_size, intermediate_size=2 * hidden_size, num_hidden_layers=num_layers, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    lm = Qwen2ForCausalLM(config).eval()
+    with torch.no_grad():
+        lm.lm_head.weight.mul_(scale)
+    return lm
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def lm(tokenizer):
+    return make_lm(tokenizer)
+
+
+@pytest.fixture(scope="session")
+def questions():
+    from lld.data import Question
+
+    return [Question(f"test/{i}", f"who wrote book number {i}?", (f"writer {i}",), "test") for i in range(12)]
+
+
+@pytest.fixture(scope="session")
+def search():
+    from lld.protocol import Passage
+
+    return lambda queries: [[Passage(str(r), f'"Title {r}"\nThe text about {query[:20]} number {r}.', 1.0 / (r + 1)) for r in range(3)] for query in queries]

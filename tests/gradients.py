@@ -1,0 +1,89 @@
+"""Makes two optimizer steps on fixed episodes and saves their gradients; run alone or under `accelerate launch`.
+
+    python tests/gradients.py OUT MICRO_BATCH_SIZE [section.option=value …]
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+import yaml
+from accelerate import Accelerator
+from conftest import make_lm, make_tokenizer
+
+from lld import config
+from lld.data import Question
+from lld.episode import Episode, collate
+from lld.policy import Policy
+from lld.update import update_policy
+
+OPTIONS = {
+    "rollout": {"num_questions": 4, "group_size": 3},
+    "optim": {"updates_per_rollout": 2, "max_grad_norm": 1e9},
+    "loss": {"kl_weight": 0.1, "entropy_weight": 0.01, "lld_weight": 0.5},
+    "model": {"mixed_precision": "no"},
+}
+
+
+def make_episodes(num_rows: int, vocab_size: int) -> list[Episode]:
+    """Ragged episodes of up to three actions with observations between; their log-probabilities are made up."""
+    generator = torch.Generator().manual_seed(7)
+    draw = lambda low, high: int(torch.randint(low, high, (1,), generator=generator))
+    episodes = []
+    for row in range(num_rows):
+        question = Question(f"q/{row // 3}", "who?", ("a",), "q")
+        episode = Episode(question, row % 3, [draw(2, vocab_size) for _ in range(draw(3, 9))])
+        for action in range(1, draw(1, 4) + 1):
+            for author, count in ((action, draw(1, 12)), (0, draw(0, 8))):
+                episode.token_ids += [draw(2, vocab_size) for _ in range(count)]
+                episode.action_ids += [author] * count
+                episode.logprobs += [-1.0 if author else 0.0] * count
+        episodes.append(episode)
+    return episodes
+
+
+class Recorder:
+    """An optimizer that keeps every gradient and takes a plain step, so that the second update starts elsewhere."""
+
+    def __init__(self, parameters, lr: float):
+        self.parameters, self.lr, self.gradients = list(parameters), lr, []
+
+    def step(self):
+        self.gradients.append(torch.cat([p.grad.flatten() for p in self.parameters]).clone())
+        with torch.no_grad():
+            for p in self.parameters:
+                p -= self.lr * p.grad
+
+    def zero_grad(self):
+        for p in self.parameters:
+            p.grad = None
+
+
+def two_steps(options: dict, micro_batch_size: int, advantages_PG=None):
+    """(gradients of two updates, metrics) of `update_policy`, on this process's share of the rows."""
+    options = {section: dict(values) for section, values in options.items()}
+    options["optim"] = options["optim"] | {"micro_batch_size": micro_batch_size}
+    cfg = config.from_dict(options)
+    accelerator = Accelerator(cpu=True)
+    tokenizer = make_tokenizer()
+    policy = accelerator.prepare(Policy(make_lm(tokenizer, scale=1.0)))
+    reference = Policy(make_lm(tokenizer, seed=1, scale=1.0))
+    if advantages_PG is None:
+        advantages_PG = torch.tensor([[1.0, -0.5, -0.5], [0.0, 0.0, 0.0], [1.1, 0.1, -1.2], [-1.0, 0.5, 0.5]])
+    batch = collate(make_episodes(advantages_PG.numel(), len(tokenizer)), advantages_PG, tokenizer.pad_token_id)
+    optimizer = Recorder(policy.parameters(), lr=0.05)
+    metrics = update_policy(accelerator, policy, reference, optimizer, batch, cfg, beta=0.3)
+    return optimizer.gradients, metrics, accelerator
+
+
+if __name__ == "__main__":
+    out, micro_batch_size, *overrides = sys.argv[1:]
+    for override in overrides:
+        name, value = override.split("=")
+        OPTIONS[name.split(".")[0]][name.split(".")[1]] = yaml.safe_load(value)
+    gradients, metrics, accelerator = two_steps(OPTIONS, int(micro_batch_size))
+    if accelerator.is_main_process:
+        torch.save({"gradients": gradients, "metrics": metrics, "processes": accelerator.num_processes}, out)

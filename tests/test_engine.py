@@ -1,0 +1,174 @@
+"""The engine against `model.generate`, against the trainer, and against itself under another schedule."""
+
+import pytest
+import torch
+from conftest import make_lm, make_tokenizer
+
+from lld.engine import Engine, _chunks, sample_tokens
+from lld.policy import Policy
+from lld.protocol import STOP_STRINGS
+
+
+def new_engine(lm, tokenizer, **options):
+    defaults = dict(num_slots=8, temperature=1.0, top_p=1.0, stop_strings=STOP_STRINGS, eos_ids=(tokenizer.eos_token_id,))
+    return Engine(lm, tokenizer, **(defaults | options))
+
+
+def run(engine, turns: int = 1, observation=(5, 6, 7), max_new_tokens: int = 20):
+    """Lets every sequence speak `turns` times with an observation between; returns all tokens, log-probabilities and masks by key."""
+    tokens, logprobs, reasons, spoken = {}, {}, {}, {}
+    while engine.busy:
+        for stopped in engine.step():
+            key = stopped.key
+            tokens.setdefault(key, []).extend(stopped.token_ids)
+            logprobs.setdefault(key, []).extend(stopped.logprobs)
+            reasons.setdefault(key, []).append(stopped.reason)
+            spoken[key] = spoken.get(key, 0) + 1
+            if spoken[key] == turns:
+                engine.release(key)
+            else:
+                tokens[key] += list(observation)
+                logprobs[key] += [None] * len(observation)
+                engine.extend(key, list(observation), max_new_tokens)
+    return tokens, logprobs, reasons
+
+
+PROMPTS = [[10, 20, 30], [40, 50, 60, 70, 80, 90], [11] * 70, [12, 13]]
+
+
+def test_greedy_turns_equal_reprefill_with_generate(lm, tokenizer):
+    """KV kept across turns, shared prompts, ragged prefill: nothing may change a token."""
+    engine = new_engine(lm, tokenizer, temperature=0, num_slots=3)
+    for key, prompt in enumerate(PROMPTS):
+        engine.add(key, prompt, [0], 15)
+    tokens, _, _ = run(engine, turns=3, max_new_tokens=15)
+    for key, prompt in enumerate(PROMPTS):
+        context = list(prompt)
+        for turn in range(3):
+            generated = lm.generate(torch.tensor([context]), max_new_tokens=15, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=0)[0].tolist()
+            spoken = generated[len(context) :]
+            for end in range(1, len(spoken) + 1):  # generate knows no stop strings: cut where one first appears
+                if any(stop in tokenizer.decode(spoken[:end]) for stop in STOP_STRINGS):
+                    spoken = spoken[:end]
+                    break
+            context += spoken + ([5, 6, 7] if turn < 2 else [])
+        assert tokens[key, 0] == context[len(prompt) :]
+
+
+def test_recorded_logprobs_are_the_trainers(lm, tokenizer):
+    engine = new_engine(lm, tokenizer, temperature=0.7)
+    for key, prompt in enumerate(PROMPTS):
+        engine.add(key, prompt, [1, 2, 3], 20)
+    tokens, logprobs, _ = run(engine, turns=3)
+    assert len(tokens) == 12
+    for (key, sample), ids in tokens.items():
+        row = torch.tensor([PROMPTS[key] + ids])
+        scored = torch.zeros_like(row, dtype=torch.bool)
+        recorded = logprobs[key, sample]
+        scored[0, len(PROMPTS[key]) :] = torch.tensor([p is not None for p in recorded])
+        with torch.no_grad():
+            trainer, _ = Policy(lm)(row, scored, temperature=0.7)
+        gap = max(abs(p - t) for p, t in zip(recorded, trainer[0, len(PROMPTS[key]) :].tolist()) if p is not None)
+        assert gap < 1e-4
+
+
+def test_a_seed_gives_the_same_tokens_whatever_the_slots(lm, tokenizer):
+    outcomes = []
+    for num_slots in (2, 5, 32):
+        engine = new_engine(lm, tokenizer, num_slots=num_slots)
+        for key, prompt in enumerate(PROMPTS):
+            engine.add(key, prompt, [10 * key + s for s in range(3)], 12)
+        outcomes.append(run(engine, turns=2, max_new_tokens=12)[0])
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    engine = new_engine(lm, tokenizer)
+    engine.add(0, PROMPTS[0], [999], 12)
+    assert run(engine)[0][0, 0] != outcomes[0][0, 0]
+
+
+def test_a_turn_resumes_where_it_stopped_inside_a_token(tokenizer):
+    """A stop string may end inside a token: the token is kept whole and what follows it is read on."""
+    token = tokenizer.convert_tokens_to_ids(tokenizer.tokenize("x</search>\n"))
+    stop = [i for i in range(len(tokenizer)) if ">" in tokenizer.decode([i]) and not tokenizer.decode([i]).startswith(">")]
+    assert stop, "the tokenizer of this test must have a token that ends a tag without being one"
+    lm = make_lm(tokenizer, seed=3)
+    engine = new_engine(lm, tokenizer, eos_ids=())
+    script = iter(token + [99] * 50)
+    sequences = []
+    engine._sample_original = engine._sample
+
+    def forced(rows, logits):
+        sequences.extend(rows)
+        for row in rows:
+            token_id = next(script)
+            row.token_ids.append(token_id)
+            row.logprobs.append(0.0)
+            row.unread = [token_id]
+        from lld.engine import PARKED, Stopped
+
+        out = []
+        for row in rows:
+            if reason := engine._stop_reason(row, row.token_ids[-1]):
+                row.state = PARKED
+                out.append(Stopped(row.key, row.token_ids, row.logprobs, reason))
+        return out
+
+    engine._sample = forced
+    engine.add(0, [1, 2], [0], 40)
+    stopped = []
+    while not stopped:
+        stopped = engine.step()
+    text = tokenizer.decode(stopped[0].token_ids)
+    assert stopped[0].reason == "stop_string" and "</search>" in text
+    assert not any(s in tokenizer.decode(stopped[0].token_ids[:-1]) for s in STOP_STRINGS)
+
+
+def test_eos_is_kept_and_the_budget_ends_a_turn(tokenizer):
+    lm = make_lm(tokenizer, seed=5)
+    with torch.no_grad():
+        lm.lm_head.weight.zero_()  # uniform: EOS comes up after a while
+    engine = new_engine(lm, tokenizer, num_slots=64, eos_ids=(7, 8, 9, 11, 12, 13, 14, 15))
+    engine.add(0, [1, 2, 3], list(range(64)), 60)
+    tokens, logprobs, reasons = run(engine)
+    ends = {key: ids[-1] for key, ids in tokens.items() if reasons[key] == ["eos"]}
+    assert ends and all(end in engine.eos_ids for end in ends.values())
+    assert any(r == ["length"] for r in reasons.values()) and all(len(tokens[k]) == 60 for k, r in reasons.items() if r == ["length"])
+    assert all(abs(p + torch.log(torch.tensor(float(len(tokenizer))))) < 1e-5 for ps in logprobs.values() for p in ps)
+
+
+def test_sampling_frequencies_are_the_distribution():
+    logits = torch.tensor([[0.0, 1.0, 2.0, -torch.inf, -1.0]])
+    uniforms = (torch.arange(20000) + 0.5).div(20000).double()
+    for temperature, top_p in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.8)):
+        token, logprob = sample_tokens(logits.expand(20000, -1), uniforms, temperature, top_p)
+        wanted = (logits[0] / temperature).softmax(-1)
+        if top_p < 1:  # by hand: .644, .237 -> .881 reaches .8 with two tokens
+            wanted = torch.tensor([0.0, 0.2689, 0.7311, 0.0, 0.0])
+        counts = torch.bincount(token, minlength=5) / 20000
+        torch.testing.assert_close(counts, wanted, atol=2e-4, rtol=0)
+        torch.testing.assert_close(logprob.exp(), wanted[token], atol=1e-4, rtol=0)
+
+
+def test_edges_of_the_unit_interval_never_pick_an_impossible_token():
+    logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]])
+    for uniform in (0.0, 1 - 2**-53, 1.0):
+        token, logprob = sample_tokens(logits, torch.tensor([uniform], dtype=torch.float64), 1.0, 1.0)
+        assert token.item() in (1, 2) and logprob.item() == pytest.approx(-0.6931, abs=1e-4)
+
+
+def test_each_prompt_is_prefilled_once_and_each_token_read_once(lm, tokenizer):
+    engine = new_engine(lm, tokenizer, num_slots=16)
+    engine.add(0, PROMPTS[2], list(range(5)), 10)
+    tokens, _, _ = run(engine, turns=3, max_new_tokens=10)
+    # Every token but each sequence's last is fed exactly once; the prompt once for all five.
+    assert engine.num_fed == len(PROMPTS[2]) + sum(len(ids) - 1 for ids in tokens.values())
+
+
+def test_sliding_window_models_are_refused(tokenizer):
+    lm = make_lm(tokenizer)
+    lm.config.layer_types = ["full_attention", "sliding_attention"]
+    with pytest.raises(ValueError, match="sliding_attention"):
+        new_engine(lm, tokenizer)
+
+
+def test_chunks_respect_the_padded_budget():
+    assert list(_chunks([1, 2, 3, 4], [4, 4, 9, 1], 8)) == [[1, 2], [3], [4]]

@@ -1,0 +1,140 @@
+"""The server's contract: Search-R1's client can talk to it, ours too, and bad input is never a 5xx."""
+
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+import uvicorn
+from fastapi.testclient import TestClient
+
+import retriever_server
+from lld.config import Retriever
+from lld.retrieval import open_retriever
+from lld.tools import check_health, search_over_http
+from retriever_server import make_app, parse_options
+
+TEXTS = ['"Red"\nred apple', '"Blue"\nblue sky', '"Green"\ngreen apple pie', '"Ünï"\nödd “text” </answer>']
+
+
+@pytest.fixture(scope="module")
+def retriever(tmp_path_factory):
+    path = tmp_path_factory.mktemp("server") / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"id": f"d{i}", "contents": text}) + "\n" for i, text in enumerate(TEXTS)))
+    return open_retriever(Retriever(url=None, corpus=str(path), backend="bm25"))
+
+
+@pytest.fixture(scope="module")
+def client(retriever):
+    return TestClient(make_app(retriever, topk=2), raise_server_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def live_url(retriever):
+    """A real uvicorn in a thread, on a free port."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(make_app(retriever, topk=2), log_level="warning"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        while not server.started:
+            assert thread.is_alive(), "uvicorn did not start"
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server.should_exit = True
+        thread.join()
+
+
+QUERIES = ["green pie", "ödd", "sky"]
+BEST = ["d2", "d3", "d1"]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+@pytest.mark.parametrize("topk", [None, 1, 2, 99])
+def test_documents_come_bare_or_with_scores_for_any_number_of_queries(client, retriever, count, topk):
+    """Search-R1's server fails for return_scores=false, and is silently wrong for exactly two queries."""
+    queries = QUERIES[:count]
+    expected = retriever.search(queries, topk or 2)
+    assert [hits[0].id for hits in expected] == BEST[:count] and all(len(hits) == min(topk or 2, 4) for hits in expected)
+    scored = client.post("/retrieve", json={"queries": queries, "topk": topk, "return_scores": True})
+    assert scored.json() == {"result": [[{"document": {"id": p.id, "contents": p.contents}, "score": p.score} for p in hits] for hits in expected]}
+    bare = client.post("/retrieve", json={"queries": queries, "topk": topk, "return_scores": False})
+    assert bare.json() == {"result": [[{"id": p.id, "contents": p.contents} for p in hits] for hits in expected]}
+    assert scored.status_code == bare.status_code == 200
+
+
+def test_topk_and_return_scores_may_be_left_out(client):
+    assert client.post("/retrieve", json={"queries": ["pie"]}).json()["result"][0] == [{"id": "d2", "contents": TEXTS[2]}, {"id": "d0", "contents": TEXTS[0]}]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"null", b"[]", b"\xff\xfe", b"{}", b'{"queries": null}', b'{"queries": "x"}', b'{"queries": [1]}', b'{"queries": [null]}', b'{"queries": [["x"]]}',
+        b'{"queries": ["x"], "topk": 0}', b'{"queries": ["x"], "topk": -1}', b'{"queries": [], "topk": 0}', b'{"queries": ["x"], "topk": 1.5}', b'{"queries": ["x"], "topk": NaN}',
+        b'{"queries": ["x"], "topk": Infinity}', b'{"queries": ["x"], "topk": "many"}', b'{"queries": ["x"], "return_scores": "perhaps"}', b'{"queries": ["\\ud800"]}', b'{"\\ud800": 1}',
+        b'{"queries": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_as_the_clients_fault(client, body):
+    reply = client.post("/retrieve", content=body, headers={"Content-Type": "application/json"})
+    assert 400 <= reply.status_code < 500, reply.text
+    assert reply.json()["detail"]
+
+
+@pytest.mark.parametrize("query", ["", " ", "?!", "\x00", "x" * 100_000, "🙂", "red\nblue"])
+def test_odd_queries_are_answered(client, query):
+    reply = client.post("/retrieve", json={"queries": [query], "topk": 10**30, "return_scores": True})
+    assert reply.status_code == 200 and {item["document"]["id"] for item in reply.json()["result"][0]} == {"d0", "d1", "d2", "d3"}
+
+
+def test_a_topk_below_one_says_so(client):
+    reply = client.post("/retrieve", json={"queries": ["x"], "topk": 0})
+    assert reply.status_code == 422 and reply.json() == {"detail": "body.topk: Input should be greater than 0"}
+
+
+def test_health(client):
+    assert client.get("/health").json() == {"status": "ok", "corpus_size": 4, "backend": "bm25", "encoder": None}
+
+
+def test_search_r1s_client_can_talk_to_it(live_url):
+    """`_batch_search` and `_passages2string` of Search-R1's generation.py, written anew: its payload, its way of reading."""
+    payload = {"queries": ["green pie apple", "sky"], "topk": 3, "return_scores": True}
+    results = httpx.post(f"{live_url}/retrieve", json=payload).json()["result"]
+    references = []
+    for documents in results:
+        text = ""
+        for number, item in enumerate(documents):
+            title, *lines = item["document"]["contents"].split("\n")
+            text += f"Doc {number + 1}(Title: {title}) " + "\n".join(lines) + "\n"
+        references.append(text)
+    assert references[0] == 'Doc 1(Title: "Green") green apple pie\nDoc 2(Title: "Red") red apple\nDoc 3(Title: "Blue") blue sky\n'
+    assert references[1].startswith('Doc 1(Title: "Blue") blue sky\nDoc 2(')
+
+
+def test_our_client_gets_what_the_retriever_found(live_url, retriever):
+    check_health(live_url, 10)
+    assert search_over_http(QUERIES, url=live_url, topk=3, timeout_s=10, retries=0) == retriever.search(QUERIES, 3)
+
+
+def test_many_clients_at_once(live_url, retriever):
+    ask = lambda i: search_over_http([QUERIES[i % 3], f"apple {i}"], url=live_url, topk=2, timeout_s=10, retries=0)
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, range(40))) == [retriever.search([QUERIES[i % 3], f"apple {i}"], 2) for i in range(40)]
+
+
+def test_the_command_line_beats_the_yaml_and_the_yaml_the_defaults(tmp_path):
+    (tmp_path / "run.yaml").write_text("retriever: {corpus: a.jsonl, backend: bm25, topk: 5}\n")
+    options, host, port = parse_options(["--config", str(tmp_path / "run.yaml"), "--topk", "7", "--port", "9"])
+    assert (options.corpus, options.backend, options.topk, options.encoder, host, port) == ("a.jsonl", "bm25", 7, Retriever.encoder, "127.0.0.1", 9)
+    with pytest.raises(ValueError, match="--topk 0: must be 1 or more"):
+        parse_options(["--topk", "0"])
+
+
+def test_a_mistake_ends_the_command_with_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["retriever_server.py", "--backend", "bm25", "--corpus", str(tmp_path / "none.jsonl")])
+    with pytest.raises(SystemExit, match="error: no corpus file"):
+        retriever_server.main()

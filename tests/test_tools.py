@@ -1,0 +1,211 @@
+"""The retriever client against servers that answer well, badly, late or not at all."""
+
+import json
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from lld import tools
+from lld.config import Retriever
+from lld.protocol import Passage
+from lld.tools import RetrieverError, check_health, make_search, read_result, search_over_http
+
+GOOD = {"result": [[{"document": {"id": "7", "contents": '"A"\nb'}, "score": 0.5}]]}
+
+
+@contextmanager
+def server(*replies):
+    """A server that gives the n-th request the n-th of `replies` (the last one for ever): (status, body, seconds to wait).
+
+    A body that is a function gets the request. Yields (url, requests), a request being (path, parsed body, client port).
+    """
+    requests, stopped = [], threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"  # keeps the connection open
+
+        def do_POST(self):
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            requests.append((self.path, request, self.client_address[1]))
+            status, body, wait_s = replies[min(len(requests), len(replies)) - 1]
+            stopped.wait(wait_s)
+            body = body(request) if callable(body) else body
+            body = body if isinstance(body, bytes) else json.dumps(body).encode()
+            try:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+            except OSError:
+                pass  # the client has given up
+
+        def log_message(self, *_):
+            pass
+
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    httpd.daemon_threads = True
+    thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{httpd.server_port}", requests
+    finally:
+        stopped.set()
+        httpd.shutdown()
+        thread.join()
+        httpd.server_close()
+
+
+@pytest.fixture(autouse=True)
+def pauses(monkeypatch):
+    """The back-off pauses asked for; none is waited out."""
+    asked = []
+    monkeypatch.setattr(tools.time, "sleep", asked.append)
+    return asked
+
+
+def search_r1_reply(request):
+    """What Search-R1's retrieval_server.py answers: `topk` documents a query, with scores."""
+    return {"result": [[{"document": {"id": str(k), "contents": f'"{query}"\ntext {k}'}, "score": 0.9 - k / 10} for k in range(request["topk"])] for query in request["queries"]]}
+
+
+@pytest.mark.parametrize("path", ["", "/", "/retrieve", "/retrieve/"])
+def test_search_r1s_server_is_understood(path):
+    with server((200, search_r1_reply, 0)) as (url, requests):
+        found = search_over_http(["x", "y"], url=url + path, topk=2, timeout_s=5, retries=0)
+    assert found == [[Passage("0", '"x"\ntext 0', 0.9), Passage("1", '"x"\ntext 1', 0.8)], [Passage("0", '"y"\ntext 0', 0.9), Passage("1", '"y"\ntext 1', 0.8)]]
+    assert [request[:2] for request in requests] == [("/retrieve", {"queries": ["x", "y"], "topk": 2, "return_scores": True})]
+
+
+def test_no_queries_no_request():
+    with server((200, GOOD, 0)) as (url, requests):
+        assert search_over_http([], url=url, topk=3, timeout_s=5, retries=3) == []
+    assert requests == []
+
+
+def test_the_connection_is_kept():
+    with server((200, GOOD, 0)) as (url, requests):
+        for _ in range(3):
+            search_over_http(["x"], url=url, topk=1, timeout_s=5, retries=0)
+    assert len(requests) == 3 and len({port for _, _, port in requests}) == 1
+
+
+def test_proxies_of_the_environment_are_not_asked(monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setattr(tools, "_client", tools._client.__wrapped__)
+    with server((200, GOOD, 0)) as (url, _):
+        assert search_over_http(["x"], url=url, topk=1, timeout_s=5, retries=0)[0][0].id == "7"
+
+
+def test_documents_without_id_or_score_and_more_than_topk():
+    items = [{"document": {"contents": "a"}}, {"id": 5, "contents": "b", "title": "t"}, {"document": {"id": "6", "contents": "c"}, "score": 2}]
+    assert read_result({"result": [items]}, 1, 3) == [[Passage("", "a", 0.0), Passage("5", "b", 0.0), Passage("6", "c", 2.0)]]
+    assert read_result({"result": [items]}, 1, 2) == [[Passage("", "a", 0.0), Passage("5", "b", 0.0)]]
+
+
+@pytest.mark.parametrize(
+    "body, reason",
+    [
+        (b"<html>busy", "JSONDecodeError"),
+        (b"\xff\xfe\xfa", "UnicodeDecodeError"),
+        ([], 'the reply holds no list "result"'),
+        ({"result": None}, 'the reply holds no list "result"'),
+        ({"result": GOOD["result"] * 3}, "3 results for 2 queries"),
+        ({"result": GOOD["result"]}, "1 results for 2 queries"),
+        ({"result": [*GOOD["result"], []]}, "no passage for query 2 of 2"),
+        ({"result": [None, *GOOD["result"]]}, "no passage for query 1 of 2"),
+        ({"result": [[{"document": {"id": "1", "contents": " "}}]] * 2}, 'a passage without "contents" for query 1 of 2'),
+        ({"result": [[{"document": "text"}]] * 2}, 'a passage without "contents" for query 1 of 2'),
+        ({"result": [["text"]] * 2}, 'a passage without "contents" for query 1 of 2'),
+    ],
+)
+def test_a_malformed_reply_is_asked_for_again_and_never_an_empty_passage(body, reason):
+    with server((200, body, 0)) as (url, requests), pytest.raises(RetrieverError) as raised:
+        search_over_http(["x", "y"], url=url, topk=1, timeout_s=5, retries=2)
+    assert len(requests) == 3
+    message = str(raised.value)
+    assert f"{url}/retrieve failed 3 attempts with 2 queries" in message and reason in message and "start one with `python retriever_server.py" in message
+
+
+def test_a_short_trouble_is_survived_with_growing_pauses(pauses):
+    with server((500, b"boom", 0), (200, b"{", 0), (503, b"", 0), (200, GOOD, 0)) as (url, requests):
+        assert search_over_http(["x"], url=url, topk=1, timeout_s=5, retries=3) == [[Passage("7", '"A"\nb', 0.5)]]
+    assert len(requests) == 4 and pauses == [0.5, 1.0, 2.0]
+
+
+def test_pauses_are_bounded(pauses):
+    with server((500, b"", 0)) as (url, requests), pytest.raises(RetrieverError):
+        search_over_http(["x"], url=url, topk=1, timeout_s=5, retries=8)
+    assert len(requests) == 9 and pauses == [0.5, 1, 2, 4, 8, 8, 8, 8]
+
+
+def test_a_server_error_names_status_and_text():
+    with server((500, b"CUDA out of memory", 0)) as (url, requests), pytest.raises(RetrieverError, match="failed 2 attempts .*status 500: 'CUDA out of memory'.*retriever.url"):
+        search_over_http(["x"], url=url, topk=1, timeout_s=5, retries=1)
+    assert len(requests) == 2
+
+
+@pytest.mark.parametrize("status", [400, 404, 422, 302])
+def test_a_refusal_is_not_repeated(status):
+    with server((status, b"no such thing", 0)) as (url, requests), pytest.raises(RetrieverError, match=f"/retrieve refused the request with status {status}: 'no such thing'"):
+        search_over_http(["x"], url=url, topk=1, timeout_s=5, retries=5)
+    assert len(requests) == 1
+
+
+def test_a_slow_server_times_out():
+    started = time.monotonic()
+    with server((200, GOOD, 30)) as (url, requests):
+        with pytest.raises(RetrieverError, match=r"failed 2 attempts .*no reply within 0.2 s \(retriever.timeout_s\)"):
+            search_over_http(["x"], url=url, topk=1, timeout_s=0.2, retries=1)
+        assert len(requests) == 2
+    assert time.monotonic() - started < 10
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+def test_a_server_that_is_down(pauses):
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(RetrieverError, match=f"retriever {url}/retrieve failed 3 attempts .*ConnectError.*start one with"):
+        search_over_http(["x"], url=url, topk=1, timeout_s=5, retries=2)
+    assert pauses == [0.5, 1.0]
+    with pytest.raises(RetrieverError, match="failed 1 attempt with 1 queries"):
+        check_health(url, 5)
+
+
+def test_check_health_asks_one_real_question():
+    with server((200, search_r1_reply, 0)) as (url, requests):
+        check_health(url, 5)
+    assert len(requests) == 1 and requests[0][1]["topk"] == 1 and len(requests[0][1]["queries"]) == 1
+    with server((200, {"result": [[]]}, 0)) as (url, requests), pytest.raises(RetrieverError, match="no passage for query 1 of 1"):
+        check_health(url, 5)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "", "ftp://x"])
+def test_an_address_that_is_none_is_the_users_mistake(url):
+    with pytest.raises(ValueError, match="must begin with http"):
+        make_search(Retriever(url=url))
+    with pytest.raises(ValueError, match="must begin with http"):
+        search_over_http(["x"], url=url, topk=1, timeout_s=5, retries=0)
+
+
+def test_make_search_passes_its_options(pauses):
+    with server((500, b"", 0), (200, search_r1_reply, 0)) as (url, requests):
+        search = make_search(Retriever(url=url, topk=4, retries=1))
+        assert [len(passages) for passages in search(["x", "y"])] == [4, 4]
+    assert requests[1][1]["topk"] == 4
+    with server((200, GOOD, 30)) as (url, _), pytest.raises(RetrieverError, match="1 attempt with .*within 0.1 s"):
+        make_search(Retriever(url=url, timeout_s=0.1, retries=0))(["x"])
+
+
+def test_make_search_without_url_searches_here(tmp_path):
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"id": str(i), "contents": text}) + "\n" for i, text in enumerate(["red", "blue", "red red"])))
+    search = make_search(Retriever(url=None, corpus=str(tmp_path / "c.jsonl"), backend="bm25", topk=2))
+    assert [[p.id for p in passages] for passages in search(["red", "blue"])] == [["2", "0"], ["1", "0"]]
+    assert search([]) == []

@@ -1,0 +1,145 @@
+"""Gradients do not depend on memory knobs, agree with a naive loss, and a non-finite one is skipped and named."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_lm, make_tokenizer
+from gradients import OPTIONS, make_episodes, two_steps
+
+from lld import config, loss
+from lld.episode import collate
+from lld.policy import Policy
+from lld.update import learning_rate, plan_updates
+
+HERE = Path(__file__).parent
+
+
+def relative(found, wanted):
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def with_loss(**changes):
+    return OPTIONS | {"loss": OPTIONS["loss"] | changes}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"aggregation": "token_mean", "lld_normalizer": "all", "lld_gate": "response"},
+        {"kind": "gspo", "lld_gate": "token", "lld_preserve": "positive"},
+    ],
+)
+def test_micro_batch_size_does_not_change_the_gradient(changes):
+    whole, metrics, _ = two_steps(with_loss(**changes), 12)
+    for size in (1, 4):
+        split, split_metrics, _ = two_steps(with_loss(**changes), size)
+        assert max(relative(s, w) for s, w in zip(split, whole)) < 1e-6
+        for name, value in metrics.items():
+            assert split_metrics[name] == pytest.approx(value, abs=1e-6, rel=1e-6), name
+
+
+def test_two_processes_give_the_same_gradient(tmp_path):
+    """Two processes over gloo, with micro-batches that do not pair up between them.
+
+    torchrun, because `accelerate launch --cpu --num_processes 2` (1.15) starts a single process unless MPI is there.
+    """
+    whole, metrics, _ = two_steps(OPTIONS, 12)
+    for size in (1, 4):
+        out = tmp_path / f"{size}.pt"
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        done = subprocess.run([*launch, str(HERE / "gradients.py"), str(out), str(size)], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done.stderr[-2000:]
+        saved = torch.load(out, weights_only=True)
+        assert saved["processes"] == 2
+        assert max(relative(s, w) for s, w in zip(saved["gradients"], whole)) < 1e-6
+        for name, value in metrics.items():
+            assert saved["metrics"][name] == pytest.approx(value, abs=1e-6, rel=1e-6), name
+
+
+@pytest.mark.parametrize("aggregation, normalizer", [("sequence_mean", "preserved"), ("token_mean", "all")])
+def test_gradients_agree_with_a_naive_loss(aggregation, normalizer):
+    """Both updates written out row by row: Eq. 1 or the token mean, + KL, - entropy, + LLDS over its own denominator."""
+    options = with_loss(aggregation=aggregation, lld_normalizer=normalizer)
+    found, _, _ = two_steps(options, 4)
+    cfg = config.from_dict(options)
+    tokenizer = make_tokenizer()
+    policy, reference = Policy(make_lm(tokenizer, scale=1.0)), Policy(make_lm(tokenizer, seed=1, scale=1.0))
+    advantages = torch.tensor([1.0, -0.5, -0.5, 0.0, 0.0, 0.0, 1.1, 0.1, -1.2, -1.0, 0.5, 0.5])
+    batch = collate(make_episodes(12, len(tokenizer)), advantages.view(4, 3), tokenizer.pad_token_id)
+    mask = batch.action_ids_BT > 0
+    with torch.no_grad():
+        old, _ = policy(batch.token_ids_BT, mask)
+        ref, _ = reference(batch.token_ids_BT, mask)
+    for update, shares in enumerate(plan_updates(batch.lengths_B.tolist(), 2, 1)):
+        policy.zero_grad()
+        new, entropy = policy(batch.token_ids_BT, mask, 1.0, True)
+        rows = shares[0]
+        num_tokens = sum(int(mask[b].sum()) for b in rows)
+        preserved = sum(int(mask[b].sum()) for b in rows if advantages[b] >= 0)
+        total = 0.0
+        for b in rows:
+            ratio = (new[b] - old[b]).exp()
+            terms = -torch.minimum(ratio * advantages[b], ratio.clamp(0.8, 1.2) * advantages[b])
+            terms = terms + 0.1 * ((ref[b] - new[b]).exp() - (ref[b] - new[b]) - 1) - 0.01 * entropy[b]
+            total = total + (terms * mask[b]).sum() / (mask[b].sum() * len(rows) if aggregation == "sequence_mean" else num_tokens)
+            if advantages[b] >= 0:
+                for action in range(1, int(batch.action_ids_BT[b].max()) + 1):
+                    fall = (old[b] - new[b])[batch.action_ids_BT[b] == action]
+                    if fall.sum() > 0:
+                        total = total + cfg.loss.lld_weight * fall.relu().sum() / (preserved if normalizer == "preserved" else num_tokens)
+        total.backward()
+        gradient = torch.cat([p.grad.flatten() for p in policy.parameters()])
+        assert relative(found[update], gradient) < 1e-5
+        with torch.no_grad():
+            for p in policy.parameters():
+                p -= 0.05 * p.grad
+
+
+def test_llds_acts_from_the_second_update_on():
+    """At the first update the policy is the old policy: LLDS must be exactly inert there, and only there."""
+    with_llds, _, _ = two_steps(OPTIONS, 12)
+    without, _, _ = two_steps(with_loss(lld_weight=0.0), 12)
+    assert torch.equal(with_llds[0], without[0])
+    assert relative(with_llds[1], without[1]) > 1e-3
+
+
+def test_beta_zero_frees_the_answer_tokens():
+    logprobs = torch.tensor([[-2.0, -2.0, -2.0]], requires_grad=True)
+    terms = loss.lld_terms(logprobs, torch.tensor([[-1.0, -1.0, -1.0]]), torch.tensor([1.0]), torch.tensor([[1, 1, 1]]), gate="action")
+    (terms * loss.answer_weights(torch.tensor([[False, True, True]]), 0.0)).sum().backward()
+    assert logprobs.grad.tolist() == [[-1.0, 0.0, 0.0]]
+
+
+def test_plan_balances_rows_and_tokens_and_does_not_depend_on_processes():
+    lengths = torch.randint(50, 900, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    plan = plan_updates(lengths, 4, 3)
+    assert sorted(row for shares in plan for share in shares for row in share) == list(range(40))
+    assert [sum(map(len, shares)) for shares in plan] == [10] * 4
+    for shares in plan:
+        loads = [sum(lengths[row] for row in share) for share in shares]
+        assert max(loads) - min(loads) <= max(lengths)
+    totals = [sum(lengths[row] for share in shares for row in share) for shares in plan]
+    assert max(totals) / min(totals) < 1.05
+    alone = plan_updates(lengths, 4, 1)
+    assert [sorted(row for share in shares for row in share) for shares in plan] == [sorted(shares[0]) for shares in alone]
+
+
+def test_a_non_finite_loss_skips_the_step_and_names_the_episode(capsys):
+    advantages = torch.tensor([[1.0, -1.0, 0.0], [float("nan"), 1.0, -1.0]])
+    options = OPTIONS | {"rollout": {"num_questions": 2, "group_size": 3}}
+    gradients, metrics, _ = two_steps(options, 2, advantages)
+    assert metrics["skipped_updates"] == 1 and len(gradients) == 1
+    assert torch.isfinite(gradients[0]).all()
+    printed = capsys.readouterr().out
+    assert "step skipped" in printed and "q/1#0" in printed and "q/0#" not in printed
+
+
+def test_learning_rate_by_hand():
+    optim = config.Optim(lr=2e-6, warmup_steps=4)
+    assert [learning_rate(step, optim) for step in range(6)] == pytest.approx([0.5e-6, 1e-6, 1.5e-6, 2e-6, 2e-6, 2e-6])
+    assert learning_rate(0, config.Optim(lr=3e-4, warmup_steps=0)) == 3e-4

@@ -1,0 +1,256 @@
+"""Trains a search agent: `accelerate launch train.py --config configs/tiny.yaml [--resume] [section.option=value …]`."""
+
+import argparse
+import copy
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import transformers
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import gather_object, set_seed
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lld import checkpoint, config, metrics, protocol, tinyworld
+from lld.advantages import group_advantages
+from lld.data import load_questions, questions_of_step
+from lld.engine import Engine
+from lld.episode import collate
+from lld.evaluate import evaluate_questions, load_benchmark, summarize
+from lld.loss import answer_beta
+from lld.policy import Policy, check_fit, eos_ids, load_lm, load_tokenizer
+from lld.report import plot_run
+from lld.reward import score_episodes
+from lld.rollout import check_prompts, rollout
+from lld.tools import RetrieverError, check_health, make_search
+from lld.update import learning_rate, update_policy
+
+RESUMABLE = ("run.steps", "run.save_every", "run.keep_checkpoints", "run.trackers", "optim.micro_batch_size", "rollout.num_slots", "retriever.url", "retriever.timeout_s", "retriever.retries")
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--resume", action="store_true", help="continue the run in run.dir from its newest checkpoint")
+    parser.add_argument("overrides", nargs="*", metavar="section.option=value")
+    args = parser.parse_args(argv)
+    try:
+        return train(config.load(args.config, args.overrides), args.resume)
+    except ValueError as error:  # the user's; everything else is ours and keeps its traceback
+        print(f"train.py: {error}", file=sys.stderr)
+        return 2
+
+
+def train(cfg: config.Config, resume: bool) -> int:
+    """Runs until `run.steps` rollout steps are done; returns the process's exit code (3: the retriever is gone)."""
+    run_dir = Path(cfg.run.dir)
+    accelerator = Accelerator(
+        mixed_precision=cfg.model.mixed_precision if torch.cuda.is_available() else "no", log_with=list(cfg.run.trackers) or None, project_dir=run_dir, cpu=not torch.cuda.is_available()
+    )
+    torch.use_deterministic_algorithms(cfg.run.deterministic, warn_only=True)
+    set_seed(cfg.run.seed)  # episodes and data order have their own generators; this is for anything a model may draw
+    if cfg.tinyworld.dir is not None:
+        with accelerator.main_process_first():
+            tinyworld.prepare(cfg.tinyworld, cfg.rollout, cfg.retriever.topk)
+    check_run_dir(run_dir, cfg, resume)
+    resumed = checkpoint.latest(run_dir) if resume else None
+
+    tokenizer = load_tokenizer(cfg.model)
+    questions = load_questions(cfg.data.train, split=cfg.data.train_split, sources=cfg.data.train_sources)
+    held_out = {name: load_benchmark(cfg, name)[: cfg.eval.max_questions] for name in cfg.eval.during_training} if cfg.eval.every else {}
+    for some in (questions, *held_out.values()):
+        check_prompts(tokenizer, some, cfg.rollout.max_prompt_tokens)
+    search = Timed(make_search(cfg.retriever))
+
+    lm = load_lm(cfg.model if resumed is None else dataclasses.replace(cfg.model, path=str(resumed)))
+    check_fit(lm, tokenizer, cfg.rollout.max_episode_tokens)
+    if cfg.model.gradient_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = Policy(lm)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, betas=cfg.optim.betas, weight_decay=cfg.optim.weight_decay)
+    frozen = lambda model: accelerator.prepare_model(Policy(model).requires_grad_(False), evaluation_mode=True)
+    reference = frozen(load_lm(cfg.model)) if cfg.loss.kl_weight > 0 else None
+    anchor = frozen(copy.deepcopy(lm)) if cfg.loss.lld_lag_steps else None
+    snapshots: list[dict] = []  # weights at the start of the last lld_lag_steps + 1 steps, oldest first
+    first_step = 0
+    if resumed is not None:
+        state = checkpoint.load_trainer_state(resumed, expected_shapes(cfg.model))
+        optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"])
+        first_step, snapshots = state["num_steps"], state["snapshots"]
+    policy, optimizer = accelerator.prepare(policy, optimizer)
+    lm = accelerator.unwrap_model(policy).lm
+    new_engine = lambda options: Engine(
+        lm, tokenizer, num_slots=cfg.rollout.num_slots, temperature=options.temperature, top_p=options.top_p,
+        stop_strings=protocol.STOP_STRINGS, eos_ids=eos_ids(lm, tokenizer),
+    )  # fmt: skip
+    if accelerator.is_main_process:
+        begin_run(run_dir, cfg, first_step)
+    if cfg.run.trackers:
+        accelerator.init_trackers("lld", config={f"{s}.{k}": str(v) for s, options in config.to_dict(cfg).items() for k, v in options.items()})
+    bar = lambda total, what: tqdm(total=total, desc=what, leave=False, disable=not accelerator.is_main_process)
+
+    def save(num_steps: int) -> Path:
+        folder = checkpoint.folder_of(run_dir, num_steps)
+        if accelerator.is_main_process and not (folder / "manifest.json").exists():
+            shapes = {name: list(tensor.shape) for name, tensor in lm.state_dict().items()}
+            trainer_state = {"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state(), "snapshots": snapshots, "shapes": shapes}
+            checkpoint.save(run_dir, num_steps, lm, tokenizer, trainer_state, cfg.run.keep_checkpoints)
+        accelerator.wait_for_everyone()
+        return folder
+
+    def evaluate(num_steps: int) -> dict[str, float]:
+        row = {}
+        for name, asked in held_out.items():
+            with accelerator.autocast(), bar(len(asked), f"evaluating {name}") as progress:
+                records = evaluate_questions(new_engine(cfg.eval), tokenizer, asked, search, cfg, seed=cfg.run.seed, progress=progress.update, accelerator=accelerator)
+            row |= {f"eval/{name}/{key}": value for key, value in summarize(records).items() if value is not None}
+            if accelerator.is_main_process:
+                path = run_dir / "eval" / name / f"step_{num_steps:06d}.jsonl"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return row
+
+    row = evaluate(0) if cfg.eval.at_start and first_step == 0 else {}
+    steps = tqdm(range(first_step, cfg.run.steps), desc="training", initial=first_step, total=cfg.run.steps, disable=not accelerator.is_main_process)
+    for step in steps:
+        clock = Clock()
+        asked = questions_of_step(questions, step, cfg.rollout.num_questions, cfg.run.seed)
+        mine = list(enumerate(asked))[accelerator.process_index :: accelerator.num_processes]
+        if anchor is not None:
+            snapshots = (snapshots + [{name: tensor.cpu().clone() for name, tensor in lm.state_dict().items()}])[-cfg.loss.lld_lag_steps - 1 :]
+            accelerator.unwrap_model(anchor).lm.load_state_dict(snapshots[0])
+        try:
+            with accelerator.autocast(), bar(len(mine) * cfg.rollout.group_size, "rollout") as progress:
+                lm.eval()
+                played = rollout(
+                    new_engine(cfg.rollout), tokenizer, [question for _, question in mine], search, num_samples=cfg.rollout.group_size, seed=cfg.run.seed, step=step,
+                    max_turns=cfg.rollout.max_turns, max_new_tokens=cfg.rollout.max_new_tokens, max_observation_tokens=cfg.rollout.max_observation_tokens,
+                    max_episode_tokens=cfg.rollout.max_episode_tokens, overlap_search=cfg.rollout.overlap_search, progress=progress.update,
+                )  # fmt: skip
+            failure = None
+        except RetrieverError as error:
+            played, failure = [], str(error)
+        failures = [text for text in gather_object([failure]) if text]
+        if failures:
+            folder = save(step)
+            accelerator.print(f"train.py: {failures[0]}\nNothing was trained on the failed search. Saved {folder}; continue with --resume.", file=sys.stderr)
+            return 3
+        groups = [played[i : i + cfg.rollout.group_size] for i in range(0, len(played), cfg.rollout.group_size)]
+        groups = sorted(gather_object(list(zip([index for index, _ in mine], groups))), key=lambda group: group[0])
+        episodes = [episode for _, group in groups for episode in group]
+        clock.lap("rollout")
+
+        rewards_PG = torch.tensor(score_episodes(episodes, tokenizer, cfg.reward)).view(len(asked), cfg.rollout.group_size)
+        advantages_PG = group_advantages(rewards_PG, normalize_std=cfg.advantage.normalize_std)
+        row |= {"step": step} | metrics.describe_episodes(episodes, rewards_PG)
+        row["lld_beta"] = answer_beta(row["searches"], cfg.loss)
+        row["lr"] = learning_rate(step, cfg.optim)
+        for group in optimizer.param_groups:
+            group["lr"] = row["lr"]
+        batch = collate(episodes, advantages_PG, tokenizer.pad_token_id)
+        row |= update_policy(accelerator, policy, reference, optimizer, batch, cfg, beta=row["lld_beta"], anchor=anchor)
+        clock.lap("update")
+
+        last = step + 1 == cfg.run.steps
+        if cfg.eval.every and ((step + 1) % cfg.eval.every == 0 or last):
+            row |= evaluate(step + 1)
+        clock.lap("eval")
+        if accelerator.is_main_process:
+            timings = clock.row(search.reset(), episodes, len(mine) / len(asked), int(batch.lengths_B.sum()))
+            metrics.append_row(run_dir / "metrics.jsonl", row)
+            metrics.append_row(run_dir / "timings.jsonl", {"step": step} | timings)
+            accelerator.log(row | timings, step=step)
+            steps.set_postfix(reward=f"{row['reward/mean']:.3f}", entropy=f"{row['entropy']:.3f}", searches=f"{row['searches']:.2f}")
+        row = {}
+        if (step + 1) % cfg.run.save_every == 0 or last:
+            save(step + 1)
+    accelerator.end_training()
+    if accelerator.is_main_process:
+        plot_run([run_dir], run_dir / "figure.png")
+        print(f"{run_dir}: metrics.jsonl, figure.png and checkpoints/ hold the run")
+    return 0
+
+
+class Timed:
+    """A search function that knows how long it has run."""
+
+    def __init__(self, search):
+        self.search, self.seconds = search, 0.0
+
+    def __call__(self, queries: list[str]):
+        start = time.perf_counter()
+        try:
+            return self.search(queries)
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    def reset(self) -> float:
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
+class Clock:
+    """Seconds of the phases of one step."""
+
+    def __init__(self):
+        self.start = self.last = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name], self.last = now - self.last, now
+
+    def row(self, search_s: float, episodes, share: float, trained_tokens: int) -> dict[str, float]:
+        sampled = sum(episode.num_model_tokens for episode in episodes) * share
+        return {
+            **{f"time/{name}_s": seconds for name, seconds in self.laps.items()},
+            "time/search_s": search_s,
+            "time/step_s": self.last - self.start,
+            "speed/sampled_tokens_per_s": sampled / self.laps["rollout"],
+            "speed/trained_tokens_per_s": trained_tokens / self.laps["update"],
+        }
+
+
+def expected_shapes(options: config.Model) -> dict[str, torch.Tensor]:
+    """The tensors that a model of `options.path` would have, without their memory."""
+    with torch.device("meta"):
+        model_config = AutoConfig.from_pretrained(options.path, trust_remote_code=options.trust_remote_code)
+        return AutoModelForCausalLM.from_config(model_config, trust_remote_code=options.trust_remote_code).state_dict()
+
+
+def check_run_dir(run_dir: Path, cfg: config.Config, resume: bool) -> None:
+    """Raises ValueError where a new run would overwrite an old one, or a resumed one has other options."""
+    log = run_dir / "config.yaml"
+    if not resume:
+        if log.exists():
+            raise ValueError(f"run.dir = {run_dir} already holds a run: continue it with --resume, or choose another run.dir, or delete the folder")
+        return
+    if not log.exists():
+        raise ValueError(f"--resume: run.dir = {run_dir} holds no run")
+    before, now = yaml.safe_load(log.read_text()), config.to_dict(cfg)
+    for section, options in now.items():
+        for name, value in options.items():
+            if f"{section}.{name}" not in RESUMABLE and before.get(section, {}).get(name) != value:
+                raise ValueError(f"--resume: {section}.{name} was {before.get(section, {}).get(name)!r} and is {value!r} now; a resumed run keeps its options (free to change: {', '.join(RESUMABLE)})")
+
+
+def begin_run(run_dir: Path, cfg: config.Config, first_step: int) -> None:
+    """Writes what is run, and drops rows of steps that will be repeated."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    config.save(cfg, run_dir / "config.yaml")
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    about = {"commit": commit, "torch": torch.__version__, "transformers": transformers.__version__, "python": sys.version.split()[0]}
+    (run_dir / "run.json").write_text(json.dumps(about, indent=1))
+    for name in ("metrics.jsonl", "timings.jsonl"):
+        metrics.truncate_rows(run_dir / name, first_step)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
