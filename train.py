@@ -4,10 +4,14 @@ import argparse
 import copy
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+# On shared cores OpenMP threads that spin while they wait made a step 20 times slower; must be set before torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 import transformers
@@ -45,6 +49,9 @@ def main(argv: list[str]) -> int:
     except ValueError as error:  # the user's; everything else is ours and keeps its traceback
         print(f"train.py: {error}", file=sys.stderr)
         return 2
+    except RetrieverError as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 3
 
 
 def train(cfg: config.Config, resume: bool) -> int:
@@ -66,6 +73,8 @@ def train(cfg: config.Config, resume: bool) -> int:
     held_out = {name: load_benchmark(cfg, name)[: cfg.eval.max_questions] for name in cfg.eval.during_training} if cfg.eval.every else {}
     for some in (questions, *held_out.values()):
         check_prompts(tokenizer, some, cfg.rollout.max_prompt_tokens)
+    if cfg.retriever.url is not None:
+        check_health(cfg.retriever.url, cfg.retriever.timeout_s)
     search = Timed(make_search(cfg.retriever))
 
     lm = load_lm(cfg.model if resumed is None else dataclasses.replace(cfg.model, path=str(resumed)))

@@ -227,7 +227,7 @@ def load(path: str, overrides: list[str] = ()) -> Config:
         target = tree[section]
         if "." in option and isinstance(target, dict):  # one entry of a dict option: eval.benchmarks.nq=path
             option, _, key = option.partition(".")
-            target.setdefault(option, {})
+            target.setdefault(option, to_dict(Config()).get(section, {}).get(option, {}))
             target, option = target[option], key
         if isinstance(target, dict):
             target[option] = yaml.safe_load(value)
@@ -291,6 +291,12 @@ def validate(cfg: Config) -> None:
         raise ValueError("loss.lld_weight > 0 with optim.updates_per_rollout = 1 and loss.lld_lag_steps = 0 cannot act: at the only update the policy still is the old policy and no likelihood has fallen yet; use more updates per rollout, lld_lag_steps >= 1, or lld_weight 0")
     if loss.lld_weight == 0 and loss.lld_lag_steps > 0:
         raise ValueError(f"loss.lld_lag_steps = {loss.lld_lag_steps} with loss.lld_weight = 0 does nothing: set lld_lag_steps 0 or lld_weight > 0")
+    default = Loss()
+    for name in ("lld_answer_weight", "lld_answer_schedule"):
+        if loss.lld_weight == 0 and getattr(loss, name) != getattr(default, name):
+            raise ValueError(f"loss.{name} = {getattr(loss, name)!r} with loss.lld_weight = 0 does nothing: drop it or set lld_weight > 0")
+    if loss.lld_answer_schedule == "paper" and loss.lld_answer_weight != default.lld_answer_weight:
+        raise ValueError(f"loss.lld_answer_weight = {loss.lld_answer_weight} is not read by lld_answer_schedule 'paper': drop it, or set lld_answer_searches")
     if loss.lld_answer_schedule == "paper" and not loss.lld_answer_searches > 0:
         raise ValueError(f"loss.lld_answer_searches = {loss.lld_answer_searches}: must be greater than 0")
     if loss.lld_answer_schedule == "constant" and loss.lld_answer_weight > 1:

@@ -1,0 +1,129 @@
+"""Options: every one is read somewhere, wrong ones are named with a remedy, and the shipped YAMLs are the paper's."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT
+
+from lld import config
+from lld.policy import check_fit, load_tokenizer
+
+YAMLS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
+def test_shipped_configs_load_and_state_only_departures(path):
+    cfg = config.load(str(path))
+    defaults = config.to_dict(config.Config())
+    for section, options in yaml.safe_load(path.read_text()).items():
+        for name, value in options.items():
+            if (section, name) not in {("run", "dir"), ("run", "seed")}:
+                assert config.to_dict(cfg)[section][name] != defaults[section][name], f"{section}.{name} is the default"
+
+
+def test_the_defaults_are_the_papers():
+    cfg = config.load(str(ROOT / "configs" / "3b.yaml"))
+    rollout, loss, optim = cfg.rollout, cfg.loss, cfg.optim
+    assert (rollout.num_questions, rollout.group_size, rollout.max_turns, cfg.eval.max_turns) == (512, 5, 3, 4)
+    assert (rollout.max_episode_tokens, rollout.max_new_tokens, rollout.max_observation_tokens, rollout.temperature, rollout.top_p) == (4096, 500, 500, 1.0, 1.0)
+    assert rollout.num_questions * rollout.group_size / optim.updates_per_rollout == 256  # trajectories a mini-batch
+    assert (optim.lr, optim.warmup_steps, optim.betas, optim.weight_decay, optim.max_grad_norm) == (1e-6, int(0.285 * 1005), (0.9, 0.999), 0.01, 1.0)
+    assert (loss.lld_weight, loss.lld_gate, loss.kl_weight, loss.clip_low, loss.clip_high, loss.lld_normalizer) == (0.2, "action", 0.001, 0.2, 0.2, "preserved")
+    assert config.load(str(ROOT / "configs" / "7b-instruct.yaml")).loss.lld_weight == 0.3
+    first = config.load(str(ROOT / "configs" / "3b-instruct-v1.yaml")).loss
+    assert (first.lld_gate, first.lld_weight, first.lld_answer_weight) == ("response", 0.1, 0.0)
+
+
+@pytest.mark.parametrize(
+    "tree, message",
+    [
+        ({"loss": {"lld_wieght": 0.1}}, "unknown option loss.lld_wieght: did you mean 'lld_weight'?"),
+        ({"los": {}}, "unknown section 'los': did you mean 'loss'?"),
+        ({"loss": 3}, "section 'loss' = 3: must hold options"),
+        ({"loss": {"lld_weight": "much"}}, "loss.lld_weight = 'much': must be float, not str"),
+        ({"rollout": {"group_size": 2.5}}, "rollout.group_size = 2.5: must be int, not float"),
+        ({"rollout": {"group_size": True}}, "rollout.group_size = True: must be int, not bool"),
+        ({"rollout": {"overlap_search": "no"}}, "rollout.overlap_search = 'no': must be bool, not str"),
+        ({"run": {"trackers": "wandb"}}, "run.trackers = 'wandb': must be tuple[str, ...], not str"),
+        ({"loss": {"lld_gate": "turn"}}, "loss.lld_gate = 'turn': must be one of 'token', 'response', 'action'"),
+        ({"optim": {"updates_per_rollout": 7}}, "2560 episodes do not divide into optim.updates_per_rollout = 7 equal mini-batches"),
+        ({"optim": {"updates_per_rollout": 1}}, "cannot act: at the only update the policy still is the old policy"),
+        ({"loss": {"lld_weight": 0.0, "lld_lag_steps": 2}}, "lld_lag_steps = 2 with loss.lld_weight = 0 does nothing"),
+        ({"loss": {"old_logprobs": "sampler"}, "rollout": {"top_p": 0.9}}, "use 'trainer' or top_p 1.0"),
+        ({"rollout": {"temperature": 0}}, "greedy episodes of a group are all alike"),
+        ({"rollout": {"group_size": 1}}, "a group of one has no advantage"),
+        ({"rollout": {"top_p": 0.0}}, "rollout.top_p = 0.0: must be in (0, 1]"),
+        ({"rollout": {"max_episode_tokens": 2048}}, "must exceed rollout.max_prompt_tokens"),
+        ({"optim": {"lr": -1}}, "optim.lr = -1.0: must be greater than 0"),
+        ({"optim": {"betas": [0.9, 1.0]}}, "must be two numbers in [0, 1)"),
+        ({"eval": {"during_training": ["hotpot"]}}, "eval.during_training names 'hotpot': did you mean 'hotpotqa'?"),
+        ({"retriever": {"url": None}}, "needs retriever.corpus"),
+        ({"loss": {"lld_answer_weight": 1.5}}, "beta lies in [0, 1]"),
+        ({"loss": {"lld_answer_weight": 0.5, "lld_weight": 0.0}}, "lld_answer_weight = 0.5 with loss.lld_weight = 0 does nothing"),
+        ({"loss": {"lld_answer_schedule": "paper", "lld_answer_weight": 0.5}}, "lld_answer_weight = 0.5 is not read by lld_answer_schedule 'paper'"),
+    ],
+)
+def test_bad_options_are_named(tree, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        config.from_dict(tree)
+
+
+def test_one_update_per_rollout_can_act_against_a_lagged_snapshot_or_without_llds():
+    config.from_dict({"optim": {"updates_per_rollout": 1}, "loss": {"lld_lag_steps": 1}})
+    config.from_dict({"optim": {"updates_per_rollout": 1}, "loss": {"lld_weight": 0.0}})
+
+
+def test_overrides_beat_the_file_and_bad_ones_are_named(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("loss: {lld_weight: 0.3}\n")
+    cfg = config.load(str(path), ["loss.lld_weight=0.1", "optim.lr=1e-5", "eval.benchmarks.nq=here.jsonl", "retriever.corpus=null"])
+    assert (cfg.loss.lld_weight, cfg.optim.lr, cfg.eval.benchmarks["nq"]) == (0.1, 1e-5, "here.jsonl")
+    for bad in ("loss", "lld_weight=1", "loss.=1"):
+        with pytest.raises(ValueError, match="write section.option=value"):
+            config.load(str(path), [bad])
+    with pytest.raises(ValueError, match="no config file"):
+        config.load(str(tmp_path / "b.yaml"))
+    path.write_text("loss: {lld_weight: [0.3\n")
+    with pytest.raises(ValueError, match="is not valid YAML"):
+        config.load(str(path))
+
+
+def test_saved_options_load_again(tmp_path):
+    cfg = config.load(str(ROOT / "configs" / "tiny.yaml"), ["optim.lr=1e-6"])
+    config.save(cfg, tmp_path / "saved.yaml")
+    assert config.load(str(tmp_path / "saved.yaml")) == cfg
+
+
+def test_every_option_is_read_somewhere():
+    code = "\n".join(path.read_text() for path in [*(ROOT / "lld").glob("*.py"), *ROOT.glob("*.py")] if path.name != "config.py")
+    for section in dataclasses.fields(config.Config):
+        for option in dataclasses.fields(section.type):
+            assert re.search(rf"\.{option.name}\b", code), f"{section.name}.{option.name} is read nowhere"
+
+
+def save_tokenizer(tokenizer, folder: Path, **changes):
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"} | changes
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **{k: v for k, v in special.items() if v}).save_pretrained(folder)
+    return config.Model(path=str(folder))
+
+
+def test_a_tokenizer_without_eos_is_refused_and_one_without_pad_is_mended(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="has no EOS token, so no turn could end by itself; set `eos_token`"):
+        load_tokenizer(save_tokenizer(tokenizer, tmp_path / "a", eos_token=None))
+    mended = load_tokenizer(save_tokenizer(tokenizer, tmp_path / "b", pad_token=None))
+    assert mended.pad_token_id == mended.eos_token_id is not None
+
+
+def test_a_tokenizer_of_another_model_and_a_short_context_are_refused(lm, tokenizer):
+    check_fit(lm, tokenizer, 4096)
+    with pytest.raises(ValueError, match="max_episode_tokens = 5000 exceeds the model's context of 4096"):
+        check_fit(lm, tokenizer, 5000)
+    from conftest import make_lm
+
+    with pytest.raises(ValueError, match="they are not of the same model"):
+        check_fit(make_lm(tokenizer, vocab_size=50), tokenizer, 100)

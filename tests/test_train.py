@@ -1,0 +1,208 @@
+"""train.py as a user runs it: whole runs of a world made in seconds, killed, resumed, refused and deprived of its retriever."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import torch
+import yaml
+from conftest import ROOT
+
+from lld import checkpoint, metrics
+
+STEPS = 6
+
+
+def write_config(folder: Path, run: str, **changes) -> Path:
+    world = folder / "world"
+    tree = {
+        "run": {"dir": str(folder / run), "steps": STEPS, "save_every": 2, "keep_checkpoints": 0},
+        "tinyworld": {"dir": str(world), "num_people": 24, "warm_start_steps": 12, "hidden_size": 32},
+        "model": {"path": str(world / "policy"), "mixed_precision": "no", "gradient_checkpointing": False},
+        "data": {"train": str(world / "train.jsonl")},
+        "rollout": {
+            "num_questions": 4, "group_size": 3, "max_turns": 2, "max_prompt_tokens": 64, "max_new_tokens": 30, "max_observation_tokens": 100,
+            "max_episode_tokens": 300, "num_slots": 5, "overlap_search": False,
+        },
+        "optim": {"lr": 1e-3, "warmup_steps": 2, "updates_per_rollout": 2, "micro_batch_size": 4},
+        "reward": {"kind": "format"},  # a policy this raw never answers rightly, but its formats differ
+        "loss": {"lld_lag_steps": 1},
+        "retriever": {"url": None, "corpus": str(world / "corpus.jsonl"), "backend": "bm25"},
+        "eval": {"every": 3, "benchmarks": {"tiny": str(world / "heldout.jsonl")}, "during_training": ["tiny"], "max_questions": 8},
+    }  # fmt: skip
+    for section, options in changes.items():
+        tree[section] = tree[section] | options
+    path = folder / f"{run}.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def command(config: Path, *more: str) -> list[str]:
+    return [sys.executable, str(ROOT / "train.py"), "--config", str(config), *more]
+
+
+def run(config: Path, *more: str, timeout: int = 200):
+    return subprocess.run(command(config, *more), capture_output=True, text=True, timeout=timeout, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a finished run "whole"; the world in it serves all other runs."""
+    folder = tmp_path_factory.mktemp("train")
+    done = run(write_config(folder, "whole"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def test_a_run_leaves_what_it_promises(folder):
+    whole = folder / "whole"
+    logged = rows(whole)
+    assert [row["step"] for row in logged] == list(range(STEPS))
+    assert all(metrics.described(name) for row in logged for name in row)
+    assert [step for step, row in enumerate(logged) if "eval/tiny/em" in row] == [0, 2, 5]  # at the start, then every third
+    assert all(row["sampler_gap/max"] < 1e-4 for row in logged)
+    assert any(row["loss/lld"] > 0 for row in logged[1:])
+    assert (whole / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in sorted((whole / "checkpoints").iterdir())] == ["step_000002", "step_000004", "step_000006"]
+    timed = [json.loads(line) for line in (whole / "timings.jsonl").read_text().splitlines()]
+    assert all(row["time/step_s"] >= row["time/rollout_s"] + row["time/update_s"] > 0 for row in timed)
+    assert yaml.safe_load((whole / "config.yaml").read_text())["optim"]["lr"] == 1e-3
+
+
+def test_a_checkpoint_opens_with_from_pretrained(folder):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = folder / "whole" / "checkpoints" / "step_000006"
+    lm, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    assert lm(torch.tensor([tokenizer.encode("who")])).logits.isfinite().all()
+    started = AutoModelForCausalLM.from_pretrained(folder / "world" / "policy")
+    assert not torch.equal(lm.get_input_embeddings().weight, started.get_input_embeddings().weight)
+
+
+def test_kill_and_resume_repeat_the_run_bit_for_bit(folder):
+    """kill -9 in mid-run, then --resume: metrics.jsonl and all weights equal the uninterrupted run's."""
+    config = write_config(folder, "killed")
+    process = subprocess.Popen(command(config), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    log = folder / "killed" / "metrics.jsonl"
+    deadline = time.monotonic() + 150
+    while not (log.exists() and log.read_text().count("\n") >= 3):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert log.read_text().count("\n") < STEPS, "the run was over before it could be killed"
+    with open(log, "a") as file:
+        file.write('{"step": 99, "rew')  # a line that the kill cut short
+    done = run(config, "--resume")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert log.read_bytes() == (folder / "whole" / "metrics.jsonl").read_bytes()
+    for name in ("model.safetensors", "trainer_state.pt"):
+        killed, whole = (torch_bytes(folder / r / "checkpoints" / "step_000006" / name) for r in ("killed", "whole"))
+        assert killed == whole, name
+
+
+def torch_bytes(path: Path):
+    if path.suffix != ".pt":
+        return path.read_bytes()
+    flatten = lambda value: (
+        [x for item in value.values() for x in flatten(item)] if isinstance(value, dict) else [x for item in value for x in flatten(item)] if isinstance(value, (list, tuple)) else [value.tolist() if isinstance(value, torch.Tensor) else value]
+    )  # fmt: skip
+    return flatten(torch.load(path, weights_only=True))
+
+
+def test_a_folder_that_holds_a_run_is_refused(folder):
+    done = run(folder / "whole.yaml")
+    assert done.returncode == 2
+    assert re.search(r"run.dir = .*whole already holds a run: continue it with --resume, or choose another run.dir", done.stderr)
+
+
+def test_a_resumed_run_keeps_its_options(folder):
+    done = run(folder / "whole.yaml", "--resume", "optim.lr=0.5")
+    assert done.returncode == 2 and "--resume: optim.lr was 0.001 and is 0.5 now" in done.stderr
+
+
+def test_resuming_nothing_is_refused(folder):
+    done = run(folder / "whole.yaml", "--resume", f"run.dir={folder}/nothing")
+    assert done.returncode == 2 and "nothing holds no run" in done.stderr
+
+
+def test_a_truncated_checkpoint_is_named(folder):
+    copy = folder / "truncated"
+    shutil.copytree(folder / "whole", copy)
+    weights = copy / "checkpoints" / "step_000006" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    config = write_config(folder, "truncated", run={"dir": str(copy), "steps": 8, "save_every": 2, "keep_checkpoints": 0})
+    before = (copy / "metrics.jsonl").read_bytes()
+    done = run(config, "--resume")
+    assert done.returncode == 2
+    assert re.search(r"step_000006: model.safetensors has \d+ bytes .* it is damaged, delete the folder to resume from the one before", done.stderr)
+    assert (copy / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_checkpoint_of_another_model_is_named(folder):
+    here = {"lm_head.weight": torch.zeros(3, 4)}
+    with pytest.raises(ValueError, match="is of another model: .* resume with the model.path it was trained with"):
+        checkpoint.load_trainer_state(folder / "whole" / "checkpoints" / "step_000006", here)
+
+
+def test_half_written_checkpoints_are_not_taken_for_whole(folder, tmp_path):
+    shutil.copytree(folder / "whole" / "checkpoints" / "step_000002", tmp_path / "checkpoints" / "step_000002")
+    (tmp_path / "checkpoints" / "step_000004.partial").mkdir()
+    (tmp_path / "checkpoints" / "step_000006").mkdir()  # no manifest
+    assert checkpoint.latest(tmp_path).name == "step_000002"
+
+
+class Failing(BaseHTTPRequestHandler):
+    """Answers well until `good` requests were made, then fails as `how` says."""
+
+    good, how = 3, "500"
+
+    def do_POST(self):
+        cls = type(self)
+        queries = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["queries"]
+        cls.good -= 1
+        status, lists = (200, len(queries)) if cls.good >= 0 else {"500": (500, 0), "short": (200, len(queries) - 1)}[cls.how]
+        body = json.dumps({"result": [[{"document": {"id": "0", "contents": '"T"\ntext'}, "score": 1.0}] * 3] * lists}).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("how", ["500", "short"])
+def test_a_failing_retriever_stops_the_run_with_a_checkpoint(folder, how):
+    """Bounded retries, then a checkpoint and exit code 3; no step was trained on the failed search."""
+    handler = type("Handler", (Failing,), {"good": 8, "how": how})
+    server = HTTPServer(("127.0.0.1", 0), handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    retriever = {"url": f"http://127.0.0.1:{server.server_port}", "retries": 1, "timeout_s": 5}
+    config = write_config(folder, f"failing_{how}", retriever=retriever, eval={"every": 0})
+    done = run(config)
+    server.shutdown()
+    assert done.returncode == 3, done.stderr[-2000:]
+    assert "failed 2 attempts" in done.stderr and "Nothing was trained on the failed search" in done.stderr
+    finished = len(rows(folder / f"failing_{how}")) if (folder / f"failing_{how}" / "metrics.jsonl").exists() else 0
+    assert checkpoint.latest(folder / f"failing_{how}") == checkpoint.folder_of(folder / f"failing_{how}", finished)
+
+
+def test_a_retriever_that_is_down_is_named_before_work_starts(folder):
+    config = write_config(folder, "down", retriever={"url": "http://127.0.0.1:9", "retries": 0})
+    done = run(config)
+    assert done.returncode == 3 and "127.0.0.1:9" in done.stderr and "retriever_server.py" in done.stderr
+    assert not (folder / "down").exists()
