@@ -35,7 +35,7 @@ from lld.rollout import check_prompts, rollout
 from lld.tools import RetrieverError, check_health, make_search
 from lld.update import learning_rate, update_policy
 
-RESUMABLE = ("run.steps", "run.save_every", "run.keep_checkpoints", "run.trackers", "optim.micro_batch_size", "rollout.num_slots", "retriever.url", "retriever.timeout_s", "retriever.retries")
+RESUMABLE = ("run.dir", "run.steps", "run.save_every", "run.keep_checkpoints", "run.trackers", "optim.micro_batch_size", "rollout.num_slots", "retriever.url", "retriever.timeout_s", "retriever.retries")
 
 
 def main(argv: list[str]) -> int:
@@ -67,6 +67,8 @@ def train(cfg: config.Config, resume: bool) -> int:
             tinyworld.prepare(cfg.tinyworld, cfg.rollout, cfg.retriever.topk)
     check_run_dir(run_dir, cfg, resume)
     resumed = checkpoint.latest(run_dir) if resume else None
+    if resumed is not None:
+        checkpoint.check(resumed)
 
     tokenizer = load_tokenizer(cfg.model)
     questions = load_questions(cfg.data.train, split=cfg.data.train_split, sources=cfg.data.train_sources)

@@ -68,8 +68,7 @@ def check(folder: Path) -> None:
 
 
 def load_trainer_state(folder: Path, parameters: dict[str, torch.Tensor]) -> dict:
-    """The trainer's state of a checked checkpoint; raises ValueError where it belongs to a model of other shapes."""
-    check(folder)
+    """The trainer's state of a checkpoint (`check` it first); raises ValueError where it belongs to a model of other shapes."""
     state = torch.load(folder / "trainer_state.pt", map_location="cpu", weights_only=True)
     shapes = {name: list(tensor.shape) for name, tensor in parameters.items()}
     if state["shapes"] != shapes:

@@ -137,7 +137,7 @@ class TinyWorld:
     num_people: int = 160
     namesake_share: float = 0.1  # people who share a name with another: irreducible ambiguity
     two_hop_share: float = 0.6
-    warm_start_steps: int = 1500
+    warm_start_steps: int = 600
     num_layers: int = 2
     hidden_size: int = 128
 

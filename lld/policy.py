@@ -15,7 +15,10 @@ HEAD_CHUNK = 2048  # tokens whose logits are in memory at once
 
 def load_tokenizer(options: Model):
     """The tokenizer of a model; raises ValueError where it has no EOS, and pads with EOS where it has no pad token."""
-    tokenizer = AutoTokenizer.from_pretrained(options.path, trust_remote_code=options.trust_remote_code)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(options.path, trust_remote_code=options.trust_remote_code)
+    except OSError as error:
+        raise ValueError(f"cannot open model.path = {options.path!r}: give a hub name or a folder with a model and its tokenizer ({error})") from None
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {options.path} has no EOS token, so no turn could end by itself; set `eos_token` in its tokenizer_config.json")
     if tokenizer.pad_token_id is None:
