@@ -245,6 +245,15 @@ def save(cfg: Config, path: str | Path) -> None:
     Path(path).write_text(yaml.safe_dump(to_dict(cfg), sort_keys=False))
 
 
+def _refuse_unread(cfg: Config, section: str, names: list[str], unread: bool, why: str) -> None:
+    """Raises ValueError where an option was changed that nothing would read."""
+    default = getattr(Config(), section)
+    for name in names:
+        value = getattr(getattr(cfg, section), name)
+        if unread and value != getattr(default, name):
+            raise ValueError(f"{section}.{name} = {value!r} does nothing with {why}: drop one of the two")
+
+
 def validate(cfg: Config) -> None:
     """Refuses values out of range and combinations that cannot act, each with the value and the remedy."""
     for section, names in {
@@ -289,14 +298,12 @@ def validate(cfg: Config) -> None:
         raise ValueError(f"rollout.num_questions x rollout.group_size = {num_rows} episodes do not divide into optim.updates_per_rollout = {optim.updates_per_rollout} equal mini-batches")
     if loss.lld_weight > 0 and optim.updates_per_rollout == 1 and loss.lld_lag_steps == 0:
         raise ValueError("loss.lld_weight > 0 with optim.updates_per_rollout = 1 and loss.lld_lag_steps = 0 cannot act: at the only update the policy still is the old policy and no likelihood has fallen yet; use more updates per rollout, lld_lag_steps >= 1, or lld_weight 0")
-    if loss.lld_weight == 0 and loss.lld_lag_steps > 0:
-        raise ValueError(f"loss.lld_lag_steps = {loss.lld_lag_steps} with loss.lld_weight = 0 does nothing: set lld_lag_steps 0 or lld_weight > 0")
-    default = Loss()
-    for name in ("lld_answer_weight", "lld_answer_schedule"):
-        if loss.lld_weight == 0 and getattr(loss, name) != getattr(default, name):
-            raise ValueError(f"loss.{name} = {getattr(loss, name)!r} with loss.lld_weight = 0 does nothing: drop it or set lld_weight > 0")
-    if loss.lld_answer_schedule == "paper" and loss.lld_answer_weight != default.lld_answer_weight:
-        raise ValueError(f"loss.lld_answer_weight = {loss.lld_answer_weight} is not read by lld_answer_schedule 'paper': drop it, or set lld_answer_searches")
+    lld_options = [f.name for f in dataclasses.fields(Loss) if f.name.startswith("lld_") and f.name != "lld_weight"]
+    _refuse_unread(cfg, "loss", lld_options, loss.lld_weight == 0, "loss.lld_weight = 0")
+    _refuse_unread(cfg, "loss", ["lld_answer_weight"], loss.lld_answer_schedule == "paper", "loss.lld_answer_schedule = 'paper', which reads lld_answer_searches")
+    _refuse_unread(cfg, "loss", ["lld_answer_searches"], loss.lld_answer_schedule != "paper", f"loss.lld_answer_schedule = {loss.lld_answer_schedule!r}")
+    _refuse_unread(cfg, "reward", ["structure_format_score", "final_format_score", "retrieval_score"], cfg.reward.kind != "format", f"reward.kind = {cfg.reward.kind!r}")
+    _refuse_unread(cfg, "tinyworld", [f.name for f in dataclasses.fields(TinyWorld) if f.name != "dir"], cfg.tinyworld.dir is None, "tinyworld.dir = null")
     if loss.lld_answer_schedule == "paper" and not loss.lld_answer_searches > 0:
         raise ValueError(f"loss.lld_answer_searches = {loss.lld_answer_searches}: must be greater than 0")
     if loss.lld_answer_schedule == "constant" and loss.lld_answer_weight > 1:

@@ -51,7 +51,7 @@ def test_the_defaults_are_the_papers():
         ({"loss": {"lld_gate": "turn"}}, "loss.lld_gate = 'turn': must be one of 'token', 'response', 'action'"),
         ({"optim": {"updates_per_rollout": 7}}, "2560 episodes do not divide into optim.updates_per_rollout = 7 equal mini-batches"),
         ({"optim": {"updates_per_rollout": 1}}, "cannot act: at the only update the policy still is the old policy"),
-        ({"loss": {"lld_weight": 0.0, "lld_lag_steps": 2}}, "lld_lag_steps = 2 with loss.lld_weight = 0 does nothing"),
+        ({"loss": {"lld_weight": 0.0, "lld_lag_steps": 2}}, "loss.lld_lag_steps = 2 does nothing with loss.lld_weight = 0"),
         ({"loss": {"old_logprobs": "sampler"}, "rollout": {"top_p": 0.9}}, "use 'trainer' or top_p 1.0"),
         ({"rollout": {"temperature": 0}}, "greedy episodes of a group are all alike"),
         ({"rollout": {"group_size": 1}}, "a group of one has no advantage"),
@@ -62,8 +62,11 @@ def test_the_defaults_are_the_papers():
         ({"eval": {"during_training": ["hotpot"]}}, "eval.during_training names 'hotpot': did you mean 'hotpotqa'?"),
         ({"retriever": {"url": None}}, "needs retriever.corpus"),
         ({"loss": {"lld_answer_weight": 1.5}}, "beta lies in [0, 1]"),
-        ({"loss": {"lld_answer_weight": 0.5, "lld_weight": 0.0}}, "lld_answer_weight = 0.5 with loss.lld_weight = 0 does nothing"),
-        ({"loss": {"lld_answer_schedule": "paper", "lld_answer_weight": 0.5}}, "lld_answer_weight = 0.5 is not read by lld_answer_schedule 'paper'"),
+        ({"loss": {"lld_answer_weight": 0.5, "lld_weight": 0.0}}, "loss.lld_answer_weight = 0.5 does nothing with loss.lld_weight = 0"),
+        ({"loss": {"lld_answer_schedule": "paper", "lld_answer_weight": 0.5}}, "loss.lld_answer_weight = 0.5 does nothing with loss.lld_answer_schedule = 'paper', which reads lld_answer_searches"),
+        ({"loss": {"lld_answer_searches": 3.0}}, "loss.lld_answer_searches = 3.0 does nothing with loss.lld_answer_schedule = 'constant'"),
+        ({"reward": {"final_format_score": 0.3}}, "reward.final_format_score = 0.3 does nothing with reward.kind = 'em'"),
+        ({"tinyworld": {"num_people": 50}}, "tinyworld.num_people = 50 does nothing with tinyworld.dir = null"),
     ],
 )
 def test_bad_options_are_named(tree, message):

@@ -63,7 +63,7 @@ def rows(folder: Path) -> list[dict]:
 def folder(tmp_path_factory):
     """A folder with a finished run "whole"; the world in it serves all other runs."""
     folder = tmp_path_factory.mktemp("train")
-    done = run(write_config(folder, "whole"))
+    done = run(write_config(folder, "whole"), 'run.trackers=["tensorboard"]')
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
@@ -77,6 +77,7 @@ def test_a_run_leaves_what_it_promises(folder):
     assert all(row["sampler_gap/max"] < 1e-4 for row in logged)
     assert any(row["loss/lld"] > 0 for row in logged[1:])
     assert (whole / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert list((whole / "lld").rglob("events.out.tfevents*"))  # TensorBoard, through accelerate's tracker
     assert [path.name for path in sorted((whole / "checkpoints").iterdir())] == ["step_000002", "step_000004", "step_000006"]
     timed = [json.loads(line) for line in (whole / "timings.jsonl").read_text().splitlines()]
     assert all(row["time/step_s"] >= row["time/rollout_s"] + row["time/update_s"] > 0 for row in timed)
