@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
-from lld import config, policy, protocol
+from lld import checkpoint, config, policy, protocol
 from lld.config import Config
 from lld.data import Question
 from lld.engine import Engine
@@ -41,8 +41,7 @@ def sha256(content: bytes) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return checkpoint.fingerprint(path)["sha256"]
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
@@ -51,6 +50,8 @@ def checkpoint_files(folder: Path) -> list[Path]:
         inside = sorted(path.parent for pattern in ("*/config.json", "*/*/config.json") for path in folder.glob(pattern))
         remedy = f"did you mean {inside[-1]}?" if inside else "give a folder that from_pretrained opens (for a hub name: `hf download NAME --local-dir DIR`)"
         raise ValueError(f"--ckpt {folder}: {'no config.json in it' if folder.is_dir() else 'no such folder'}; {remedy}")
+    if (folder / "manifest.json").is_file():
+        checkpoint.check(folder)
     paths = {path for pattern in CHECKPOINT_FILES for path in folder.glob(pattern) if path.is_file()}
     if not any(path.suffix in (".safetensors", ".bin") for path in paths):
         raise ValueError(f"--ckpt {folder}: no weights (*.safetensors) in it; copy the whole checkpoint")
@@ -79,7 +80,7 @@ def evaluation_settings(cfg: Config, names: list[str], checkpoint: dict[str, str
     return {
         "checkpoint": checkpoint,
         "run": pick("run", "seed"),
-        "model": pick("model", "dtype", "mixed_precision"),
+        "model": pick("model", "mixed_precision"),
         "rollout": pick("rollout", "max_new_tokens", "max_observation_tokens", "max_episode_tokens"),
         "retriever": pick("retriever", "index", "corpus", "encoder", "backend", "topk"),
         "eval": pick("eval", "max_turns", "temperature", "top_p"),
@@ -151,7 +152,7 @@ def append_records(path: Path, records: list[dict]) -> None:
 def open_engine(cfg: Config, tokenizer, device: torch.device) -> Engine:
     """The engine with the checkpoint's model; its weights are bfloat16 on a GPU where training computes in bfloat16."""
     half = device.type == "cuda" and cfg.model.mixed_precision == "bf16"
-    lm = policy.load_lm(dataclasses.replace(cfg.model, dtype="bfloat16") if half else cfg.model).to(device).eval()
+    lm = policy.load_lm(cfg.model).to(device, torch.bfloat16 if half else torch.float32).eval()
     policy.check_fit(lm, tokenizer, cfg.rollout.max_episode_tokens)
     return Engine(
         lm,
@@ -177,6 +178,7 @@ def play_missing(benchmarks: dict[str, list[Question]], out: Path, cfg: Config, 
     tokenizer = policy.load_tokenizer(cfg.model)
     for questions in benchmarks.values():
         check_prompts(tokenizer, questions, cfg.rollout.max_prompt_tokens)
+    protocol.check_observation_budget(tokenizer, cfg.retriever.topk, cfg.rollout.max_observation_tokens)
     if cfg.retriever.url is not None:
         check_health(cfg.retriever.url, cfg.retriever.timeout_s)  # before the minutes that a large model takes to load
     search = make_search(cfg.retriever)

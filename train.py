@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -103,14 +104,12 @@ def train(cfg: config.Config, resume: bool) -> int:
     steps = tqdm(range(first_step, cfg.run.steps), desc="training", initial=first_step, total=cfg.run.steps, disable=not accelerator.is_main_process)
     for step in steps:
         clock = Clock()
-        keep_snapshot(parts, cfg.loss.lld_lag_steps)
         questions = questions_of_step(parts.questions, step, cfg.rollout.num_questions, cfg.run.seed)
         episodes, failure = play(parts, cfg, questions, step)
         if failure:
-            folder = save(parts, cfg, step)
-            accelerator.print(f"train.py: {failure}\nNothing was trained on the failed search. Saved {folder}; continue with --resume.", file=sys.stderr)
-            return 3
+            return stop(parts, cfg, step, failure)
         clock.lap("rollout")
+        keep_snapshot(parts, cfg.loss.lld_lag_steps)
 
         rewards_PG = torch.tensor(score_episodes(episodes, tokenizer, cfg.reward)).view(len(questions), cfg.rollout.group_size)
         advantages_PG = group_advantages(rewards_PG, normalize_std=cfg.advantage.normalize_std)
@@ -124,7 +123,10 @@ def train(cfg: config.Config, resume: bool) -> int:
 
         last = step + 1 == cfg.run.steps
         if cfg.eval.every and ((step + 1) % cfg.eval.every == 0 or last):
-            row |= evaluate(parts, cfg, step + 1)
+            try:
+                row |= evaluate(parts, cfg, step + 1)
+            except RetrieverError as error:
+                failure = str(error)
         clock.lap("eval")
         if accelerator.is_main_process:
             timings = clock.row(parts.search.reset(), episodes, accelerator.num_processes, int(batch.lengths_B.sum()))
@@ -133,6 +135,8 @@ def train(cfg: config.Config, resume: bool) -> int:
             accelerator.log(row | timings, step=step)
             steps.set_postfix(reward=f"{row['reward/mean']:.3f}", entropy=f"{row['entropy']:.3f}", searches=f"{row['searches']:.2f}")
         row = {}
+        if failure:
+            return stop(parts, cfg, step + 1, failure)
         if (step + 1) % cfg.run.save_every == 0 or last:
             save(parts, cfg, step + 1)
     accelerator.end_training()
@@ -181,6 +185,7 @@ def build(cfg: config.Config, resume: bool) -> tuple[Parts, int]:
     held_out = {name: load_benchmark(cfg, name)[: cfg.eval.max_questions] for name in cfg.eval.during_training} if cfg.eval.every else {}
     for some in (questions, *held_out.values()):
         check_prompts(tokenizer, some, cfg.rollout.max_prompt_tokens)
+    protocol.check_observation_budget(tokenizer, cfg.retriever.topk, cfg.rollout.max_observation_tokens)
     if cfg.retriever.url is not None:
         check_health(cfg.retriever.url, cfg.retriever.timeout_s)
     search = Timed(make_search(cfg.retriever))
@@ -225,11 +230,13 @@ def play(parts: Parts, cfg: config.Config, questions: list[Question], step: int)
     """
     accelerator, options = parts.accelerator, cfg.rollout
     mine = list(enumerate(questions))[accelerator.process_index :: accelerator.num_processes]
+    ids = [question.id for question in questions]
+    repeats = [ids[:index].count(ids[index]) for index, _ in mine]
     played, failure = [], None
     try:
         with accelerator.autocast(), progress_bar(parts, len(mine) * options.group_size, "rollout") as progress:
             played = rollout(
-                new_engine(parts, cfg, options), parts.tokenizer, [question for _, question in mine], parts.search, num_samples=options.group_size, seed=cfg.run.seed, step=step,
+                new_engine(parts, cfg, options), parts.tokenizer, [question for _, question in mine], parts.search, num_samples=options.group_size, seed=cfg.run.seed, step=step, repeats=repeats,
                 max_turns=options.max_turns, max_new_tokens=options.max_new_tokens, max_observation_tokens=options.max_observation_tokens,
                 max_episode_tokens=options.max_episode_tokens, overlap_search=options.overlap_search, progress=progress.update,
             )  # fmt: skip
@@ -267,6 +274,13 @@ def save(parts: Parts, cfg: config.Config, num_steps: int) -> Path:
         checkpoint.save(cfg.run.dir, num_steps, parts.lm, parts.tokenizer, state, cfg.run.keep_checkpoints)
     parts.accelerator.wait_for_everyone()
     return folder
+
+
+def stop(parts: Parts, cfg: config.Config, num_steps: int, failure: str) -> int:
+    """Saves the checkpoint after `num_steps` steps, says why the run ends, and returns its exit code."""
+    folder = save(parts, cfg, num_steps)
+    parts.accelerator.print(f"train.py: {failure}\nNothing was trained on the failed search. Saved {folder}; continue with --resume.", file=sys.stderr)
+    return 3
 
 
 def keep_snapshot(parts: Parts, lag: int) -> None:
@@ -314,7 +328,8 @@ def begin_run(run_dir: Path, cfg: config.Config, first_step: int) -> None:
     """Writes what is run, and drops rows of steps that will be repeated."""
     run_dir.mkdir(parents=True, exist_ok=True)
     config.save(cfg, run_dir / "config.yaml")
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    git = shutil.which("git")
+    commit = subprocess.run([git, "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() if git else ""
     about = {"commit": commit, "torch": torch.__version__, "transformers": transformers.__version__, "python": sys.version.split()[0]}
     (run_dir / "run.json").write_text(json.dumps(about, indent=1))
     for name in ("metrics.jsonl", "timings.jsonl"):

@@ -30,7 +30,7 @@ def save(run_dir: str | Path, num_steps: int, lm, tokenizer, trainer_state: dict
     lm.save_pretrained(aside)
     tokenizer.save_pretrained(aside)
     torch.save({"num_steps": num_steps} | trainer_state, aside / "trainer_state.pt")
-    files = {str(path.relative_to(aside)): _fingerprint(path) for path in sorted(aside.rglob("*")) if path.is_file()}
+    files = {str(path.relative_to(aside)): fingerprint(path) for path in sorted(aside.rglob("*")) if path.is_file()}
     (aside / "manifest.json").write_text(json.dumps({"num_steps": num_steps, "files": files}, indent=1))
     for path in aside.rglob("*"):
         if path.is_file():
@@ -59,7 +59,7 @@ def check(folder: Path) -> None:
         path = folder / name
         if not path.is_file():
             raise ValueError(f"checkpoint {folder} lacks {name}; delete the folder to resume from the one before")
-        found = _fingerprint(path)
+        found = fingerprint(path)
         if found != expected:
             raise ValueError(
                 f"checkpoint {folder}: {name} has {found['bytes']} bytes and checksum {found['sha256'][:12]}, but {expected['bytes']} and "
@@ -80,7 +80,8 @@ def load_trainer_state(folder: Path, parameters: dict[str, torch.Tensor]) -> dic
     return state
 
 
-def _fingerprint(path: Path) -> dict:
+def fingerprint(path: Path) -> dict:
+    """{"bytes", "sha256"} of a file, read in blocks."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 22):

@@ -5,6 +5,7 @@ The defaults are the paper's Qwen2.5-3B run (arXiv 2512.04220v2, B.2.1), so a YA
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from dataclasses import dataclass, field
@@ -30,8 +31,7 @@ class Run:
 @dataclass(frozen=True)
 class Model:
     path: str = "Qwen/Qwen2.5-3B"  # hub name or folder
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of the master weights
-    mixed_precision: Literal["no", "bf16"] = "bf16"
+    mixed_precision: Literal["no", "bf16"] = "bf16"  # of the computations on a GPU; weights are float32
     gradient_checkpointing: bool = True
     trust_remote_code: bool = False
 
@@ -179,9 +179,13 @@ def _convert(value, kind, where: str):
         return {_convert(k, args[0], where): _convert(v, args[1], f"{where}.{k}") for k, v in value.items()}
     if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
         try:
-            return float(value)
+            number = float(value)
         except ValueError:
-            pass
+            number = None
+        if number is not None and not math.isfinite(number):
+            raise ValueError(f"{where} = {value!r}: must be a finite number")
+        if number is not None:
+            return number
     elif kind in (int, bool, str) and type(value) is kind:
         return value
     name = getattr(kind, "__name__", str(kind)) if origin is None else str(kind)
@@ -207,13 +211,24 @@ def from_dict(tree: dict) -> Config:
     return cfg
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which a name may be given once: of two sections `loss:` the first would be lost without a word."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [self.construct_object(key, deep) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.YAMLError(f"{key!r} is given twice, the second time at line {node.value[len(keys) - 1 - keys[::-1].index(key)][0].start_mark.line + 1}")
+        return super().construct_mapping(node, deep)
+
+
 def load(path: str, overrides: list[str] = ()) -> Config:
     """Reads a YAML file and applies overrides such as `loss.lld_weight=0.1` (values are YAML too)."""
     if not Path(path).is_file():
         raise ValueError(f"no config file {path}")
     try:
-        tree = yaml.safe_load(Path(path).read_text()) or {}
-    except yaml.YAMLError as error:
+        tree = yaml.load(Path(path).read_text(encoding="utf-8"), _UniqueKeys) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(tree, dict):
         raise ValueError(f"{path} must hold sections such as 'loss:', not {type(tree).__name__}")
@@ -228,9 +243,13 @@ def load(path: str, overrides: list[str] = ()) -> Config:
         if "." in option and isinstance(target, dict):  # one entry of a dict option: eval.benchmarks.nq=path
             option, _, key = option.partition(".")
             target.setdefault(option, to_dict(Config()).get(section, {}).get(option, {}))
-            target, option = target[option], key
-        if isinstance(target, dict):
+            target, option = target[option], key or "?"
+        if not isinstance(target, dict):
+            raise ValueError(f"override {override!r}: {name.rpartition('.')[0]} holds no options of its own")
+        try:
             target[option] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ValueError(f"override {override!r}: {value!r} is not a YAML value ({error})") from None
     return from_dict(tree)
 
 
@@ -291,6 +310,15 @@ def validate(cfg: Config) -> None:
             raise ValueError(f"{section}.top_p = {top_p}: must be in (0, 1]")
     if loss.old_logprobs == "sampler" and rollout.top_p < 1:
         raise ValueError(f"loss.old_logprobs = 'sampler' with rollout.top_p = {rollout.top_p}: the sampler's log-probabilities are those of the cut distribution and no ratio can be built on them; use 'trainer' or top_p 1.0")
+    if cfg.eval.top_p < 1 and cfg.eval.temperature == 0:
+        raise ValueError(f"eval.top_p = {cfg.eval.top_p} does nothing with eval.temperature = 0 (greedy): drop one of the two")
+    if loss.clip_low >= 1:
+        raise ValueError(f"loss.clip_low = {loss.clip_low}: must be below 1, or the ratio is never clipped from below")
+    if rollout.max_new_tokens + rollout.max_observation_tokens > rollout.max_episode_tokens - 1:
+        raise ValueError(
+            f"rollout.max_new_tokens + rollout.max_observation_tokens = {rollout.max_new_tokens + rollout.max_observation_tokens} leave no room for a prompt and a second turn "
+            f"in rollout.max_episode_tokens = {rollout.max_episode_tokens}"
+        )
     if rollout.max_episode_tokens <= rollout.max_prompt_tokens:
         raise ValueError(f"rollout.max_episode_tokens = {rollout.max_episode_tokens}: must exceed rollout.max_prompt_tokens = {rollout.max_prompt_tokens}")
     num_rows = rollout.num_questions * rollout.group_size

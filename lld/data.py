@@ -95,7 +95,7 @@ def _texts(value, where: str) -> tuple[str, ...]:
     """A string, or a list, tuple or numpy array of strings, as a tuple without the blank ones."""
     value = value.tolist() if hasattr(value, "tolist") else value
     value = [value] if isinstance(value, str) else value
-    if not isinstance(value, (list, tuple)) or not all(isinstance(item, (str, int, float)) for item in value):
+    if not isinstance(value, (list, tuple)) or not all(isinstance(item, (str, int, float)) and item is not True and item is not False and item == item for item in value):
         raise ValueError(f"{where} = {value!r}: must be a list of strings")
     return tuple(text for item in value if (text := str(item).strip()))
 
@@ -103,14 +103,21 @@ def _texts(value, where: str) -> tuple[str, ...]:
 def _question_text(row: dict, place: str) -> str:
     text = row.get("question")
     if text is None:
-        messages = [m for m in (row["prompt"] if row.get("prompt") is not None else ()) if _field(m, "role") == "user"]
+        prompt = row.get("prompt")
+        prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+        messages = [m for m in (prompt if isinstance(prompt, (list, tuple)) else ()) if _field(m, "role") == "user"]
         if not messages:
             raise ValueError(f"{place}: missing field 'question' (and no user message in 'prompt'): add a 'question' to every row")
-        head, marker, text = messages[-1]["content"].partition("Question: ")  # the first one: a question may contain the words itself
+        content = _field(messages[-1], "content")
+        if not isinstance(content, str):
+            raise ValueError(f"{place}: the prompt's content {content!r} is no text: add a 'question' column")
+        head, marker, text = content.partition("Question: ")  # the first one: a question may contain the words itself
         if not marker:
             raise ValueError(f"{place}: the prompt {head[:60]!r} has no 'Question: ' to tell its question by: add a 'question' column")
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"{place}: question = {text!r} is empty: remove the row or give it a text")
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise ValueError(f"{place}: question = {text!r} holds half a character (a lone surrogate) and cannot be encoded: mend the text")
     return text.strip()
 
 
@@ -122,6 +129,8 @@ def _question(row: dict, place: str, default_source: str) -> Question:
         name = index if split is None else f"{split}_{index}"  # FlashRAG's own form of id, "train_0"
     if name is None:
         raise ValueError(f"{place}: missing field 'id' (and no extra_info.index): add an 'id' to every row")
+    if not str(name).strip() or isinstance(name, (list, dict)):
+        raise ValueError(f"{place}: id = {name!r} must be a string or a number")
     text = _question_text(row, place)
     target = row.get("golden_answers")
     target = _field(row, "reward_model", "ground_truth", "target") if target is None else target

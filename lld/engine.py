@@ -119,6 +119,9 @@ def sample_tokens(logits_SV: torch.Tensor, uniforms_S: torch.Tensor, temperature
 class Engine:
     def __init__(self, lm, tokenizer, *, num_slots: int, temperature: float, top_p: float, stop_strings: tuple[str, ...], eos_ids: tuple[int, ...]):
         """Samples from `lm`, any transformers decoder of the Llama/Qwen2/Qwen3 kind, whose weights it reads but never keeps."""
+        scaled = [name for name in ("logits_scaling", "logit_scale", "final_logit_softcapping", "use_sliding_window") if getattr(lm.config, name, None) not in (None, False, 1, 1.0)]
+        if scaled:
+            raise ValueError(f"{lm.config.model_type} has {scaled[0]} = {getattr(lm.config, scaled[0])}, which engine and policy do not apply: use a plain Llama/Qwen kind of decoder")
         other = set(getattr(lm.config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
         if other:
             raise ValueError(f"{lm.config.model_type} has {', '.join(sorted(other))} layers: the engine's cache holds full attention only")
@@ -174,6 +177,7 @@ class Engine:
     @torch.no_grad()
     def step(self) -> list[Stopped]:
         """One token for every running slot; slots with something to prefill go first, in a pass of their own."""
+        assert not self.lm.training, "in training mode gradient checkpointing drops the cache"
         stopped = []
         if self.waiting and len(self.rows) < self.num_slots:
             stopped += self._start_waiting()

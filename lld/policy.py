@@ -4,6 +4,7 @@ The only causal shift of the project is in `Policy.forward`.
 """
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -17,8 +18,8 @@ def load_tokenizer(options: Model):
     """The tokenizer of a model; raises ValueError where it has no EOS, and pads with EOS where it has no pad token."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(options.path, trust_remote_code=options.trust_remote_code)
-    except OSError as error:
-        raise ValueError(f"cannot open model.path = {options.path!r}: give a hub name or a folder with a model and its tokenizer ({error})") from None
+    except (OSError, ValueError) as error:  # ValueError: a damaged JSON file
+        raise ValueError(f"cannot open the tokenizer of model.path = {options.path!r}: give a hub name or a folder with a model and its tokenizer ({error})") from None
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {options.path} has no EOS token, so no turn could end by itself; set `eos_token` in its tokenizer_config.json")
     if tokenizer.pad_token_id is None:
@@ -28,11 +29,22 @@ def load_tokenizer(options: Model):
 
 
 def load_lm(options: Model):
-    """The causal language model in `options.dtype`, from the hub or a folder, on the CPU.
+    """The causal language model from the hub or a folder, float32, on the CPU.
 
-    SDPA attention: it takes the engine's boolean masks, and without a mask it is flash attention on a GPU.
+    float32, because at a learning rate of 1e-6 bfloat16 weights would round every update away; compute may be bf16 by autocast.
+    SDPA attention: it takes the engine's boolean masks, and without a mask it is flash attention on a GPU. Raises ValueError
+    where weights are missing, damaged or of another shape: transformers would fill the gaps with random numbers.
     """
-    return AutoModelForCausalLM.from_pretrained(options.path, dtype=getattr(torch, options.dtype), attn_implementation="sdpa", trust_remote_code=options.trust_remote_code)
+    try:
+        lm, found = AutoModelForCausalLM.from_pretrained(
+            options.path, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=options.trust_remote_code, output_loading_info=True
+        )
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"cannot load the weights of model.path = {options.path!r}: {error}") from None
+    wrong = sorted(str(key) for kind in ("missing_keys", "mismatched_keys", "unexpected_keys") for key in found[kind])
+    if wrong:
+        raise ValueError(f"model.path = {options.path!r}: weights and config.json are not of the same model ({len(wrong)} tensors differ, the first is {wrong[0]})")
+    return lm
 
 
 def eos_ids(lm, tokenizer) -> tuple[int, ...]:

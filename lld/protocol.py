@@ -56,8 +56,8 @@ def question_prompt(question: str) -> str:
 
 def encode_prompt(tokenizer, question: str) -> list[int]:
     """Token ids of a question's prompt: through the chat template if the tokenizer has one (Search-R1 does so for base
-    models too), as raw text otherwise."""
-    message = question_prompt(question)
+    models too), as raw text otherwise. Control tokens in the question's text are read as text."""
+    message = question_prompt(_without_controls(question, tokenizer))
     if tokenizer.chat_template is None:
         return tokenizer.encode(message)
     text = tokenizer.apply_chat_template([{"role": "user", "content": message}], add_generation_prompt=True, tokenize=False)
@@ -95,6 +95,14 @@ def defuse(text: str) -> str:
     return _TAG.sub(lambda match: f"({match[1]}{match[2].lower()})", text)
 
 
+def _without_controls(text: str, tokenizer) -> str:
+    """`text` with the tokenizer's special tokens spelled so that they encode as text: `<|im_end|>` becomes `(|im_end|)`."""
+    for token in tokenizer.all_special_tokens:
+        if token in text:
+            text = text.replace(token, re.sub(r"[<>\[\]]", lambda bracket: "()"[bracket[0] in ">]"], token))
+    return text
+
+
 def passage_text(passage: Passage, rank: int) -> str:
     """One passage as the model reads it: 'Doc 1(Title: "A") text\\n' (Search-R1's `_passages2string`)."""
     title, _, text = passage.contents.partition("\n")
@@ -109,7 +117,7 @@ def render_observation(tokenizer, passages: list[Passage], max_tokens: int) -> t
     are lost.) Raises ValueError if the budget cannot hold the empty block.
     """
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
-    texts = [passage_text(passage, rank) for rank, passage in enumerate(passages, start=1)]
+    texts = [_without_controls(passage_text(passage, rank), tokenizer) for rank, passage in enumerate(passages, start=1)]
     whole = encode(OBSERVATION_HEAD + "".join(texts).strip() + OBSERVATION_TAIL)
     if len(whole) <= max_tokens:
         return whole, 0
@@ -125,3 +133,9 @@ def render_observation(tokenizer, passages: list[Passage], max_tokens: int) -> t
         num_cut += len(pieces[index]) > share
         room -= len(kept[index])
     return head + [token for index in range(len(pieces)) for token in kept[index]] + tail, num_cut
+
+
+def check_observation_budget(tokenizer, topk: int, max_tokens: int) -> None:
+    """Raises ValueError, before any search, where `max_tokens` cannot hold a block of `topk` long passages."""
+    long = Passage("", '"Title"\n' + "word " * max_tokens)
+    render_observation(tokenizer, [long] * topk, max_tokens)

@@ -13,6 +13,7 @@ from lld.data import Question
 from lld.engine import Engine, Stopped
 from lld.episode import Episode, Turn
 from lld.protocol import Passage
+from lld.tools import RetrieverError
 
 Search = Callable[[list[str]], list[list[Passage]]]
 
@@ -43,6 +44,7 @@ def rollout(
     num_samples: int,
     seed: int,
     step: int,
+    repeats: list[int] | None = None,
     max_turns: int,
     max_new_tokens: int,
     max_observation_tokens: int,
@@ -51,6 +53,8 @@ def rollout(
     progress: Callable[[int], None] | None = None,
 ) -> list[Episode]:
     """Plays `num_samples` episodes a question; returns them question by question.
+
+    `repeats[i]` says how often question i was asked earlier in this step: a question asked twice is played anew.
 
     Searches of several episodes are sent together. With `overlap_search` they run in threads while other slots decode,
     so the order of events depends on the clock; without, the loop waits and a seed repeats every bit. An error raised by
@@ -61,7 +65,8 @@ def rollout(
         prompt_ids = protocol.encode_prompt(tokenizer, question.text)
         for sample in range(num_samples):
             talk.episodes[index, sample] = Episode(question, sample, prompt_ids)
-        seeds = [episode_seed(seed, step, question.id, sample) for sample in range(num_samples)]
+        asked = f"{question.id}@{repeats[index]}" if repeats and repeats[index] else question.id
+        seeds = [episode_seed(seed, step, asked, sample) for sample in range(num_samples)]
         engine.add(index, prompt_ids, seeds, min(max_new_tokens, max_episode_tokens - len(prompt_ids)))
     pending: dict[Future, list[tuple]] = {}
     with ThreadPoolExecutor(max_workers=8 if overlap_search else 1) as pool:
@@ -119,6 +124,8 @@ class _Conversation:
         """Appends the passages found for each key's query."""
         assert len(keys) == len(results)
         for key, passages in zip(keys, results):
+            if not passages:
+                raise RetrieverError(f"no passage for the query {self.episodes[key].turns[-1].content!r}: an empty observation would be learned from; mend the index")
             turn = self.episodes[key].turns[-1]
             observation_ids, turn.num_cut_passages = protocol.render_observation(self.tokenizer, passages, self.max_observation_tokens)
             turn.passages, turn.searched = tuple(passages), True

@@ -32,6 +32,10 @@ def endpoint(url: str) -> str:
     """`url` with the path /retrieve, which it may have already; ValueError unless it is an http address."""
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"retriever.url = {url!r}: must begin with http:// or https://, such as http://127.0.0.1:8000")
+    try:
+        httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ValueError(f"retriever.url = {url!r} is no address: {error}") from None
     return url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
 
 

@@ -160,14 +160,18 @@ def update_policy(accelerator, policy, reference, optimizer, batch: Batch, cfg: 
 
 def record(means: Means, part: dict, logprobs_BT, entropy_BT, old_BT, row_losses_B, terms: dict, cfg: Config, first: bool) -> None:
     """Adds one micro-batch to the running means; each mean is taken over its own tokens, of all micro-batches and processes."""
-    mask_BT = part["action_ids_BT"] > 0
-    log_ratio_BT = (logprobs_BT - old_BT) * mask_BT
+    mask_BT = (part["action_ids_BT"] > 0) & row_losses_B.isfinite()[:, None]  # a row that is not finite is named, not averaged
+    log_ratio_BT = torch.where(mask_BT, logprobs_BT - old_BT, 0.0)
     advantages_B1 = part["advantages_B"][:, None]
     means.add("entropy", entropy_BT, mask_BT)
     means.add("loss", row_losses_B, mask_BT.any(1))
     for name, terms_BT in terms.items():
         means.add(f"loss/{name}", terms_BT.detach(), mask_BT)
-    ratio_BT = log_ratio_BT.clamp(max=20).exp()  # as the loss does
+    if cfg.loss.kind == "gspo":  # one ratio a row
+        used_BT = (log_ratio_BT.sum(1, keepdim=True) / mask_BT.sum(1, keepdim=True).clamp(min=1)).expand_as(log_ratio_BT)
+    else:
+        used_BT = log_ratio_BT
+    ratio_BT = torch.where(mask_BT, used_BT.clamp(max=20), 0.0).exp()  # clamped as in the loss
     means.add("ratio/mean", ratio_BT, mask_BT)
     means.maximum("ratio/max", ratio_BT)
     clipped_BT = ((advantages_B1 > 0) & (ratio_BT > 1 + cfg.loss.clip_high)) | ((advantages_B1 < 0) & (ratio_BT < 1 - cfg.loss.clip_low))
@@ -178,6 +182,6 @@ def record(means: Means, part: dict, logprobs_BT, entropy_BT, old_BT, row_losses
         means.add(f"likelihood/{name}_new", logprobs_BT, chosen_BT)
         means.add(f"displacement/{name}", log_ratio_BT, chosen_BT)
     if first:  # before the first optimizer step the trainer's policy still is the sampler's
-        gap_BT = (logprobs_BT - part["sampled_logprobs_BT"]).abs() * mask_BT
+        gap_BT = torch.where(mask_BT, (logprobs_BT - part["sampled_logprobs_BT"]).abs(), 0.0)
         means.add("sampler_gap/mean", gap_BT, mask_BT)
         means.maximum("sampler_gap/max", gap_BT)

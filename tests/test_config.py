@@ -84,11 +84,17 @@ def test_overrides_beat_the_file_and_bad_ones_are_named(tmp_path):
     path.write_text("loss: {lld_weight: 0.3}\n")
     cfg = config.load(str(path), ["loss.lld_weight=0.1", "optim.lr=1e-5", "eval.benchmarks.nq=here.jsonl", "retriever.corpus=null"])
     assert (cfg.loss.lld_weight, cfg.optim.lr, cfg.eval.benchmarks["nq"]) == (0.1, 1e-5, "here.jsonl")
+    for bad, message in {"loss.lld_weight.x=1": "loss.lld_weight holds no options", "run.dir=[": "is not a YAML value", "optim.lr=.inf": "must be a finite number"}.items():
+        with pytest.raises(ValueError, match=message):
+            config.load(str(path), [bad])
     for bad in ("loss", "lld_weight=1", "loss.=1"):
         with pytest.raises(ValueError, match="write section.option=value"):
             config.load(str(path), [bad])
     with pytest.raises(ValueError, match="no config file"):
         config.load(str(tmp_path / "b.yaml"))
+    path.write_text("loss: {lld_weight: 0.3}\nloss: {lld_gate: token}\n")
+    with pytest.raises(ValueError, match="'loss' is given twice, the second time at line 2"):
+        config.load(str(path))
     path.write_text("loss: {lld_weight: [0.3\n")
     with pytest.raises(ValueError, match="is not valid YAML"):
         config.load(str(path))

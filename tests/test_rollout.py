@@ -207,6 +207,19 @@ def reprefill(lm, tokenizer, question, search, *, max_new_tokens, max_turns, max
             context += tokenizer.encode(protocol.INVALID_ACTION, add_special_tokens=False)
 
 
+def test_a_question_asked_twice_in_a_step_is_played_anew(lm, tokenizer, questions, search):
+    twice = [questions[0], questions[0]]
+    episodes = rollout(real_engine(lm, tokenizer), tokenizer, twice, search, num_samples=2, seed=1, step=0, repeats=[0, 1], **(BUDGETS | {"max_new_tokens": 15}))
+    assert len({tuple(episode.token_ids) for episode in episodes}) == 4
+    once = rollout(real_engine(lm, tokenizer), tokenizer, twice[:1], search, num_samples=2, seed=1, step=0, **(BUDGETS | {"max_new_tokens": 15}))
+    assert [e.token_ids for e in once] == [e.token_ids for e in episodes[:2]]
+
+
+def test_an_empty_result_ends_the_rollout(tokenizer):
+    with pytest.raises(RetrieverError, match="no passage for the query 'q'"):
+        play(tokenizer, lambda queries: [[] for _ in queries], [[["<search> q </search>"] * 3]])
+
+
 def test_a_question_beyond_its_budget_is_named_before_work_starts(tokenizer):
     questions = [Question("q/0", "short?", ("a",), "q"), Question("q/1", "long " * 300, ("a",), "q")]
     with pytest.raises(ValueError, match=r"question q/1: its prompt has \d+ tokens, more than rollout.max_prompt_tokens = 700"):

@@ -28,7 +28,7 @@ def write_config(folder: Path, name: str, **changes) -> Path:
     tree = {
         "run": {"dir": str(folder / name), "steps": STEPS, "save_every": 2, "keep_checkpoints": 0},
         "tinyworld": {"dir": str(world), "num_people": 24, "warm_start_steps": 80, "hidden_size": 64},
-        "model": {"path": str(world / "policy"), "mixed_precision": "no", "gradient_checkpointing": False},
+        "model": {"path": str(world / "policy"), "mixed_precision": "no"},
         "data": {"train": str(world / "train.jsonl")},
         "rollout": {
             "num_questions": 4, "group_size": 3, "max_turns": 2, "max_prompt_tokens": 64, "max_new_tokens": 30, "max_observation_tokens": 100,
@@ -208,6 +208,57 @@ def test_a_failing_retriever_stops_the_run_with_a_checkpoint(folder, how, capsys
     assert "failed 2 attempts" in message and "Nothing was trained on the failed search" in message
     finished = len(rows(folder / f"failing_{how}")) if (folder / f"failing_{how}" / "metrics.jsonl").exists() else 0
     assert checkpoint.latest(folder / f"failing_{how}") == checkpoint.folder_of(folder / f"failing_{how}", finished)
+
+
+def test_a_retriever_that_fails_in_an_evaluation_loses_nothing_and_the_run_resumes_exactly(folder, capsys, monkeypatch):
+    """The step before the evaluation is logged and saved; resumed with a good retriever, the run equals one that was never disturbed."""
+    rows_of, evaluate = {}, train.evaluate
+
+    def without_retriever(*args):
+        handler.good = 0
+        return evaluate(*args)
+
+    for name in ("disturbed", "undisturbed"):
+        handler = type("Handler", (Failing,), {"good": 10**9, "how": "500"})
+        server = HTTPServer(("127.0.0.1", 0), handler)
+        Thread(target=server.serve_forever, daemon=True).start()
+        retriever = {"url": f"http://127.0.0.1:{server.server_port}", "retries": 0, "timeout_s": 5}
+        config = write_config(folder, name, retriever=retriever, eval={"every": 2, "at_start": False}, run={"dir": str(folder / name), "steps": 4, "save_every": 50})
+        with monkeypatch.context() as patch:
+            if name == "disturbed":
+                patch.setattr(train, "evaluate", without_retriever)
+            code = train.main(["--config", str(config)])
+        if name == "disturbed":
+            assert code == 3 and "Saved" in capsys.readouterr().err
+            assert len(rows(folder / name)) == 2 and checkpoint.latest(folder / name) == checkpoint.folder_of(folder / name, 2)
+            handler.good = 10**9
+            code = train.main(["--config", str(config), "--resume"])
+        assert code == 0
+        server.shutdown()
+        rows_of[name] = [{key: value for key, value in row.items() if not key.startswith("eval/")} for row in rows(folder / name)]
+    assert rows_of["disturbed"] == rows_of["undisturbed"]
+
+
+@pytest.mark.parametrize("change, message", [
+    ("rollout.max_prompt_tokens=1", "its prompt has"), ("rollout.max_observation_tokens=4", "rollout.max_observation_tokens"), ("rollout.max_episode_tokens=99999", "exceeds the model's context"),
+])  # fmt: skip
+def test_budgets_are_checked_before_work_starts(folder, capsys, change, message):
+    more = ["tinyworld.dir=null", "tinyworld.num_people=160", "tinyworld.warm_start_steps=600", "tinyworld.hidden_size=128"]
+    assert message in refused(capsys, folder / "whole.yaml", f"run.dir={folder}/budget", change, *more)
+    assert not (folder / "budget").exists()
+
+
+def test_weights_of_another_model_are_refused(folder, capsys, tmp_path):
+    """transformers only warns and fills missing layers with random numbers."""
+    shutil.copytree(folder / "world" / "policy", tmp_path / "deeper")
+    shape = json.loads((tmp_path / "deeper" / "config.json").read_text())
+    (tmp_path / "deeper" / "config.json").write_text(json.dumps(shape | {"num_hidden_layers": shape["num_hidden_layers"] + 1}))
+    assert "weights and config.json are not of the same model" in refused(capsys, folder / "whole.yaml", f"run.dir={folder}/x", f"model.path={tmp_path}/deeper")
+    weights = tmp_path / "deeper" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:500])
+    assert "cannot load the weights of model.path" in refused(capsys, folder / "whole.yaml", f"run.dir={folder}/x", f"model.path={tmp_path}/deeper")
+    (tmp_path / "deeper" / "tokenizer.json").write_text('{"cut')
+    assert "cannot open the tokenizer of model.path" in refused(capsys, folder / "whole.yaml", f"run.dir={folder}/x", f"model.path={tmp_path}/deeper")
 
 
 def test_a_retriever_that_is_down_is_named_before_work_starts(folder, capsys):
