@@ -23,7 +23,7 @@ from accelerate.utils import gather_object, set_seed
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from lld import checkpoint, config, metrics, protocol, tinyworld
+from lld import checkpoint, config, metrics, monitor, protocol, tinyworld
 from lld.advantages import group_advantages
 from lld.data import Question, load_questions, questions_of_step
 from lld.engine import Engine
@@ -118,8 +118,13 @@ def train(cfg: config.Config, resume: bool) -> int:
         row |= {"lld_beta": answer_beta(row["searches"], cfg.loss), "lr": learning_rate(step, cfg.optim)}
         for group in parts.optimizer.param_groups:
             group["lr"] = row["lr"]
-        row |= update_policy(accelerator, parts.policy, parts.reference, parts.optimizer, batch, cfg, beta=row["lld_beta"], anchor=parts.anchor)
+        update_rows, scores = update_policy(
+            accelerator, parts.policy, parts.reference, parts.optimizer, batch, cfg, beta=row["lld_beta"], anchor=parts.anchor, rescore=due(step, cfg.monitor.rescore_every)
+        )
         clock.lap("update")
+        row |= metrics.summarize_updates(update_rows) | monitor.describe(batch, scores, episodes, cfg)
+        update_rows = [{"step": step, "update": u} | update_row | monitor.describe_update(batch, scores, u, cfg) for u, update_row in enumerate(update_rows)]
+        clock.lap("monitor")
 
         last = step + 1 == cfg.run.steps
         if cfg.eval.every and ((step + 1) % cfg.eval.every == 0 or last):
@@ -130,8 +135,9 @@ def train(cfg: config.Config, resume: bool) -> int:
         clock.lap("eval")
         if accelerator.is_main_process:
             timings = clock.row(parts.search.reset(), episodes, accelerator.num_processes, int(batch.lengths_B.sum()))
-            metrics.append_row(run_dir / "metrics.jsonl", row)
-            metrics.append_row(run_dir / "timings.jsonl", {"step": step} | timings)
+            metrics.append_rows(run_dir / "updates.jsonl", update_rows)
+            metrics.append_rows(run_dir / "metrics.jsonl", [row])
+            metrics.append_rows(run_dir / "timings.jsonl", [{"step": step} | timings])
             accelerator.log(row | timings, step=step)
             steps.set_postfix(reward=f"{row['reward/mean']:.3f}", entropy=f"{row['entropy']:.3f}", searches=f"{row['searches']:.2f}")
         row = {}
@@ -291,6 +297,10 @@ def keep_snapshot(parts: Parts, lag: int) -> None:
         parts.accelerator.unwrap_model(parts.anchor).lm.load_state_dict(parts.snapshots[0])
 
 
+def due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
 def progress_bar(parts: Parts, total: int, what: str) -> tqdm:
     return tqdm(total=total, desc=what, leave=False, disable=not parts.accelerator.is_main_process)
 
@@ -332,7 +342,7 @@ def begin_run(run_dir: Path, cfg: config.Config, first_step: int) -> None:
     commit = subprocess.run([git, "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() if git else ""
     about = {"commit": commit, "torch": torch.__version__, "transformers": transformers.__version__, "python": sys.version.split()[0]}
     (run_dir / "run.json").write_text(json.dumps(about, indent=1))
-    for name in ("metrics.jsonl", "timings.jsonl"):
+    for name in ("metrics.jsonl", "updates.jsonl", "timings.jsonl"):
         metrics.truncate_rows(run_dir / name, first_step)
 
 

@@ -129,6 +129,17 @@ class Eval:
 
 
 @dataclass(frozen=True)
+class Monitor:
+    rescore_every: int = 5  # steps between re-scorings of a rollout after its last update (the paper's Def. 4.1); 0 never
+    sentinel_every: int = 10  # steps between re-scorings of correct episodes kept from the start; 0 never
+    sentinel_size: int = 64
+    trajectories_every: int = 10  # steps between logs of whole groups, token by token; 0 never
+    trajectories_questions: int = 4  # groups in such a log
+    stop_in_phase: Literal[0, 2, 3] = 0  # stop with a checkpoint when decay (2) or acceleration (3) begins; 0 never
+    crash_box: int = 0  # rollouts kept for a crash box, written when acceleration begins; 0 none
+
+
+@dataclass(frozen=True)
 class TinyWorld:
     """A made-up world written to `dir` before training starts; null `dir` means real input."""
 
@@ -154,6 +165,7 @@ class Config:
     optim: Optim = Optim()
     retriever: Retriever = Retriever()
     eval: Eval = field(default_factory=Eval)
+    monitor: Monitor = Monitor()
     tinyworld: TinyWorld = TinyWorld()
 
 
@@ -281,6 +293,7 @@ def validate(cfg: Config) -> None:
         "optim": ("updates_per_rollout", "micro_batch_size", "lr", "max_grad_norm"),
         "retriever": ("topk", "timeout_s"),
         "eval": ("max_questions", "max_turns", "batch_size"),
+        "monitor": ("sentinel_size", "trajectories_questions"),
         "tinyworld": ("num_people", "warm_start_steps", "num_layers", "hidden_size"),
     }.items():
         for name in names:
@@ -294,6 +307,7 @@ def validate(cfg: Config) -> None:
         "optim": ("warmup_steps", "weight_decay"),
         "retriever": ("retries",),
         "eval": ("every", "temperature"),
+        "monitor": ("rescore_every", "sentinel_every", "trajectories_every", "crash_box"),
     }.items():
         for name in names:
             value = getattr(getattr(cfg, section), name)

@@ -21,7 +21,8 @@ GLOSSARY = {
     "reward/std": "mean over questions of the (unbiased) standard deviation within a group; 0 leaves nothing to learn",
     "reward/mixed_groups": "share of groups whose episodes differ in reward; only these move the policy",
     "em": "mean exact match of the training episodes, whatever the reward",
-    "loss": "the minimised sum per optimizer step, averaged over the step's updates",
+    "update": "optimizer step within the rollout step, from 0 (updates.jsonl)",
+    "loss": "the minimised sum per optimizer step; in metrics.jsonl, as the next three, averaged over the step's updates",
     "loss/policy": "mean surrogate term per token (Eq. 1); near 0",
     "loss/kl": "mean k3 estimate of KL(policy || reference) per token, nats; slow growth",
     "loss/lld": "mean LLDS term per token of the model, before lambda; above 0 from the second update on",
@@ -33,6 +34,7 @@ GLOSSARY = {
     "lr": "learning rate of the step",
     "ratio/mean": "mean of pi/pi_old over tokens; near 1",
     "ratio/max": "largest pi/pi_old of a token",
+    "ratio/q999": "its 99.9 % quantile, the tail that widens before a collapse",
     "ratio/clipped": "share of tokens whose gradient the clip removed; below 0.1",
     "likelihood/correct_old": "mean log pi_old per token of responses with A > 0, nats",
     "likelihood/correct_new": "the same under the policy at the moment of its update",
@@ -43,6 +45,21 @@ GLOSSARY = {
     "displacement/correct": "mean of log pi - log pi_old per token of responses with A > 0; steadily below 0 is lazy likelihood displacement",
     "displacement/incorrect": "the same for A < 0; below 0 is what the update asks for",
     "displacement/neutral": "the same for A = 0",
+    "displacement/*/per_action": "mean over actions of the sum over their tokens (Def. 4.1)",
+    "displacement/*/per_response": "mean over responses of the sum over their tokens (Eq. 2)",
+    "displacement/*/q*": "quantiles (5, 50, 95 %) of the displacement of a token",
+    "displacement/*/*/turn*": "mean per token on the think, search or answer part of the turn-th action",
+    "displaced/*": "share of tokens, actions or responses of the class whose likelihood fell",
+    "final/*": "displacement and share displaced once more, from before the first to after the last update of the rollout (Def. 4.1)",
+    "gate/*/open": "share of the tokens of responses with A >= 0 on which this gate of LLDS opens, whether LLDS is on or not",
+    "gate/*/penalty": "mean LLDS term per such token under this gate, before lambda",
+    "nll/searches*": "mean negative log-likelihood per token of responses with that many searches, before the update (Fig. 6)",
+    "wrong/first_action": "mean log-likelihood per token of the first action of wrong episodes (Fig. 5)",
+    "wrong/second_action": "the same of their second action, which has read the passages",
+    "wrong/observation_match": "share of wrong episodes whose first search found the passages of a right episode of the same question (Fig. 5)",
+    "sentinel/likelihood": "mean log-likelihood per token of the first correct episodes of the run, re-scored",
+    "sentinel/displacement": "its change since they were sampled; a fall is forgetting or displacement that stayed",
+    "phase": "0 healthy, 1 stagnation, 2 decay, 3 acceleration (lld/phases.py)",
     "sampler_gap/mean": "mean |log p(trainer) - log p(sampler)| per token before the first update; float32: below 1e-5",
     "sampler_gap/max": "largest such gap; float32: below 1e-4",
     "searches": "searches carried out per episode",
@@ -67,11 +84,22 @@ GLOSSARY = {
     "time/rollout_s": "seconds of sampling and searching",
     "time/search_s": "seconds spent inside the search function (overlaps with sampling where rollout.overlap_search)",
     "time/update_s": "seconds of scoring and updating",
+    "time/monitor_s": "seconds of computing and writing what the recorder logs",
+    "time/rescore_s": "seconds of re-scoring after the last update, and of the sentinel",
     "time/eval_s": "seconds of evaluation",
     "time/step_s": "seconds of the whole step",
     "speed/sampled_tokens_per_s": "model-written tokens per second of rollout, this process",
     "speed/trained_tokens_per_s": "tokens (prompt and observations included) per second of update, all processes",
 }
+
+
+def summarize_updates(update_rows: list[dict]) -> dict[str, float]:
+    """The optimizer steps of a rollout as one row: means of losses, mean and maximum of the gradient norm, number skipped."""
+    names = sorted({name for row in update_rows for name in row if name.startswith("loss")})
+    values = {name: [row[name] for row in update_rows if name in row] for name in [*names, "grad_norm"]}
+    norms = values.pop("grad_norm")
+    means = {name: sum(some) / len(some) for name, some in values.items()}
+    return means | {"grad_norm": sum(norms) / len(norms) if norms else 0.0, "grad_norm_max": max(norms, default=0.0), "skipped_updates": sum(row["skipped_updates"] for row in update_rows)}
 
 
 def described(name: str) -> bool:
@@ -80,27 +108,21 @@ def described(name: str) -> bool:
 
 
 class Means:
-    """Sums and counts on the device, reduced over processes once a rollout: true means over their own tokens."""
+    """Sums and counts on the device, reduced over processes at once: true means over their own tokens."""
 
     def __init__(self, device):
-        self.device, self.sums, self.maxima = device, {}, {}
+        self.device, self.sums = device, {}
 
     def add(self, name: str, values, mask) -> None:
         """Adds `values` where `mask`."""
         pair = torch.stack([torch.where(mask, values.double(), 0.0).sum(), mask.sum().double()])
         self.sums[name] = self.sums[name] + pair if name in self.sums else pair
 
-    def maximum(self, name: str, values) -> None:
-        self.maxima[name] = torch.maximum(self.maxima.get(name, values.new_tensor(-torch.inf)), values.max())
-
     def reduce(self, accelerator) -> dict[str, float]:
-        """Means and maxima over all processes; a mean over nothing is absent."""
+        """Means over all processes; a mean over nothing is absent."""
         names = sorted(self.sums)
         pairs = accelerator.reduce(torch.stack([self.sums[name] for name in names]), "sum").tolist()
         metrics = {name: total / count for name, (total, count) in zip(names, pairs) if count}
-        names = sorted(self.maxima)
-        if names:
-            metrics |= dict(zip(names, accelerator.gather(torch.stack([self.maxima[name] for name in names])[None]).amax(0).tolist()))
         return metrics
 
 
@@ -129,12 +151,12 @@ def describe_episodes(episodes: list[Episode], rewards_PG: torch.Tensor) -> dict
     }
 
 
-def append_row(path: Path, row: dict) -> None:
-    """Appends one JSON line and makes sure it is on the disk; every name must be in the glossary."""
-    unknown = [name for name in row if not described(name)]
+def append_rows(path: Path, rows: list[dict]) -> None:
+    """Appends JSON lines and makes sure they are on the disk; every name must be in the glossary."""
+    unknown = [name for row in rows for name in row if not described(name)]
     assert not unknown, f"not in metrics.GLOSSARY: {unknown}"
     with open(path, "a") as file:
-        file.write(json.dumps(row) + "\n")
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
         file.flush()
         os.fsync(file.fileno())
 

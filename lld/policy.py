@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lld import attention
 from lld.config import Model
 
 HEAD_CHUNK = 2048  # tokens whose logits are in memory at once
@@ -32,12 +33,12 @@ def load_lm(options: Model):
     """The causal language model from the hub or a folder, float32, on the CPU.
 
     float32, because at a learning rate of 1e-6 bfloat16 weights would round every update away; compute may be bf16 by autocast.
-    SDPA attention: it takes the engine's boolean masks, and without a mask it is flash attention on a GPU. Raises ValueError
+    Attention is lld/attention.py's, for the engine's masks and for packed rows. Raises ValueError
     where weights are missing, damaged or of another shape: transformers would fill the gaps with random numbers.
     """
     try:
         lm, found = AutoModelForCausalLM.from_pretrained(
-            options.path, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=options.trust_remote_code, output_loading_info=True
+            options.path, dtype=torch.float32, attn_implementation=attention.NAME, trust_remote_code=options.trust_remote_code, output_loading_info=True
         )
     except (OSError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"cannot load the weights of model.path = {options.path!r}: {error}") from None
@@ -73,17 +74,25 @@ class Policy(nn.Module):
     def __init__(self, lm: nn.Module):
         super().__init__()
         self.lm = lm
+        lm.set_attn_implementation(attention.NAME)
 
     def forward(self, token_ids_BT, scored_BT, temperature: float = 1.0, entropy_gradient: bool = False):
         """Log-probability and entropy of every scored token given all tokens before it, (B, T) each in float32, else 0.
 
         Entry t describes token t. `scored_BT` is True on the tokens the model wrote; only for those the vocabulary is
-        visited, in chunks whose logits are recomputed in the backward pass. Rows are padded on the right.
+        visited, in chunks whose logits are recomputed in the backward pass. Rows are packed: padding, and whatever
+        follows a row's last scored token, is not computed.
         """
-        hidden_BTC = self.lm.base_model(token_ids_BT, use_cache=False).last_hidden_state
-        scored_BS = scored_BT[:, 1:]
-        hidden_NC = hidden_BTC[:, :-1][scored_BS]  # the state before token t predicts token t
-        logprob_N, entropy_N = token_scores(hidden_NC, self.lm.get_output_embeddings(), token_ids_BT[:, 1:][scored_BS], temperature, entropy_gradient)
+        position_T = torch.arange(token_ids_BT.shape[1], device=token_ids_BT.device)
+        lengths_B = (scored_BT * position_T).amax(1)  # the last scored token is predicted, not read
+        lengths_B[0] = lengths_B[0].clamp(min=1)  # a process without tokens must still take part in the backward pass
+        read_BT = position_T < lengths_B[:, None]
+        hidden_NC = self.lm.base_model(
+            token_ids_BT[read_BT][None], position_ids=position_T.expand_as(read_BT)[read_BT][None], use_cache=False, row_lengths=attention.row_lengths(lengths_B[lengths_B > 0])
+        ).last_hidden_state[0]
+        predicts_BT = torch.nn.functional.pad(scored_BT[:, 1:], (0, 1))  # the state before token t predicts token t
+        targets_N = token_ids_BT[:, 1:][scored_BT[:, 1:]]
+        logprob_N, entropy_N = token_scores(hidden_NC[predicts_BT[read_BT]], self.lm.get_output_embeddings(), targets_N, temperature, entropy_gradient)
         zeros_BT = torch.zeros(token_ids_BT.shape, device=token_ids_BT.device)
         return zeros_BT.masked_scatter(scored_BT, logprob_N), zeros_BT.masked_scatter(scored_BT, entropy_N)
 

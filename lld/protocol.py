@@ -85,9 +85,9 @@ def parse_action(text: str) -> Action:
     return Action(kind, content)
 
 
-def answer_offset(text: str) -> int:
-    """Character offset at which the `<answer>` of a turn's answer action begins (tags count as part of the answer span)."""
-    return text.rfind("<answer>", 0, text.index("</answer>"))
+def tag_offset(text: str, kind: str) -> int:
+    """Character offset at which the `<search>` or `<answer>` of a valid action begins in its turn's text."""
+    return text.rfind(f"<{kind}>", 0, text.index(f"</{kind}>"))
 
 
 def defuse(text: str) -> str:

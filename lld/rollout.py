@@ -109,9 +109,9 @@ class _Conversation:
         episode.logprobs += stopped.logprobs
         episode.action_ids += [len(episode.turns) + 1] * len(stopped.token_ids)
         end = len(episode.token_ids)
-        episode.turns.append(Turn(start, end, end, action.kind, action.content, stopped.reason))
+        tag_start = end if action.kind == "invalid" else start + self._tokens_before(stopped.token_ids, protocol.tag_offset(text, action.kind))
+        episode.turns.append(Turn(start, end, end, action.kind, action.content, stopped.reason, tag_start))
         if action.kind == "answer":
-            episode.answer_span = (start + self._tokens_before(stopped.token_ids, protocol.answer_offset(text)), end)
             self._finish(stopped.key, "answer")
         elif len(episode.turns) > self.max_turns:
             self._finish(stopped.key, "turns")

@@ -5,14 +5,16 @@ count all micro-batches and processes of an optimizer step: neither the micro-ba
 changes a gradient.
 """
 
+import math
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 from accelerate.utils import gather_object
 
 from lld import loss
 from lld.config import Config, Optim
-from lld.episode import Batch
+from lld.episode import ANSWER, Batch
 from lld.metrics import Means
 
 
@@ -53,7 +55,7 @@ def micro_batches(rows: list[int], batch: Batch, size: int) -> list[list[int]]:
 def select(batch: Batch, rows: list[int], device) -> dict[str, torch.Tensor]:
     """The tensors of some rows, cut to the longest of them, on `device`."""
     length = int(batch.lengths_B[rows].max())
-    cut = {name: getattr(batch, name)[rows, :length] for name in ("token_ids_BT", "action_ids_BT", "answer_mask_BT", "sampled_logprobs_BT")}
+    cut = {name: getattr(batch, name)[rows, :length] for name in ("token_ids_BT", "action_ids_BT", "part_ids_BT")}
     cut["advantages_B"] = batch.advantages_B[rows]
     return {name: tensor.to(device) for name, tensor in cut.items()}
 
@@ -101,18 +103,34 @@ def loss_of(part: dict, logprobs_BT, entropy_BT, old_BT, reference_BT, anchor_BT
         row_losses_B = terms_BT.sum(1) / counts["tokens"]
     if options.lld_weight > 0:
         terms["lld"] = loss.lld_terms(logprobs_BT, anchor_BT, part["advantages_B"], part["action_ids_BT"], gate=options.lld_gate, preserve=options.lld_preserve)
-        terms["lld"] = terms["lld"] * loss.answer_weights(part["answer_mask_BT"], beta)
+        terms["lld"] = terms["lld"] * loss.answer_weights(part["part_ids_BT"] == ANSWER, beta)
         denominator = counts["preserved"] if options.lld_normalizer == "preserved" else counts["tokens"]
         row_losses_B = row_losses_B + options.lld_weight * terms["lld"].sum(1) / max(1, denominator)
     return row_losses_B, terms
 
 
-def update_policy(accelerator, policy, reference, optimizer, batch: Batch, cfg: Config, *, beta: float, anchor=None) -> dict[str, float]:
-    """Makes `updates_per_rollout` optimizer steps on one rollout and returns its metrics (names in metrics.GLOSSARY).
+@dataclass
+class Scores:
+    """Log-probabilities (B, T) of the whole batch, the same on every process, 0 on tokens the model did not write.
+
+    `old_BT` before the first update, `new_BT` and `entropy_BT` at the moment of the update that used the row, `final_BT`
+    after the last one (None where it was not asked for). `rows[u]` are the rows of update u.
+    """
+
+    old_BT: torch.Tensor
+    new_BT: torch.Tensor
+    entropy_BT: torch.Tensor
+    final_BT: torch.Tensor | None
+    rows: list[list[int]]
+
+
+def update_policy(accelerator, policy, reference, optimizer, batch: Batch, cfg: Config, *, beta: float, anchor=None, rescore: bool = False) -> tuple[list[dict], Scores]:
+    """Makes `updates_per_rollout` optimizer steps on one rollout; returns a row of metrics for each and what was scored on the way.
 
     policy: prepared `Policy`; reference: frozen `Policy`, or None where kl_weight is 0; beta: LLDS-MA's weight on answer
-    tokens; anchor: the older `Policy` LLDS compares with, or None for this rollout's. A step whose loss or gradient is
-    not finite is skipped on all processes, counted, and the episodes it came from are named.
+    tokens; anchor: the older `Policy` LLDS compares with, or None for this rollout's; rescore: score all rows once more
+    after the last update (the paper's Def. 4.1). A step whose loss or gradient is not finite is skipped on all processes,
+    counted, and the episodes it came from are named. Names of the rows are in metrics.GLOSSARY.
     """
     plan = plan_updates(batch.lengths_B.tolist(), cfg.optim.updates_per_rollout, accelerator.num_processes)
     mine = [row for shares in plan for row in shares[accelerator.process_index]]
@@ -120,68 +138,51 @@ def update_policy(accelerator, policy, reference, optimizer, batch: Batch, cfg: 
     old_BT = batch.sampled_logprobs_BT if cfg.loss.old_logprobs == "sampler" else score(policy)
     reference_BT = score(reference) if cfg.loss.kl_weight > 0 else old_BT
     anchor_BT = score(anchor) if anchor is not None else old_BT
-    means, grad_norms, num_skipped = Means(accelerator.device), [], 0
+    new_BT, entropy_BT = torch.zeros_like(old_BT), torch.zeros_like(old_BT)
     policy.train()
-    for update, shares in enumerate(plan):
+    update_rows = []
+    for shares in plan:
         counts = minibatch_counts(batch, sorted(row for share in shares for row in share), cfg.loss.lld_preserve)
         runs = micro_batches(shares[accelerator.process_index], batch, cfg.optim.micro_batch_size)
         most = max(len(micro_batches(share, batch, cfg.optim.micro_batch_size)) for share in shares)
-        suspects = []
+        means, suspects = Means(accelerator.device), []
         for number in range(most):
             rows = runs[number] if number < len(runs) else [0]
             part = select(batch, rows, accelerator.device)
             if number >= len(runs):  # collectives must pair up: a process with fewer micro-batches goes along with no tokens
                 part["action_ids_BT"] = torch.zeros_like(part["action_ids_BT"])
-            past = [tensor[rows, : part["token_ids_BT"].shape[1]].to(accelerator.device) for tensor in (old_BT, reference_BT, anchor_BT)]
+            width = part["token_ids_BT"].shape[1]
+            past = [tensor[rows, :width].to(accelerator.device) for tensor in (old_BT, reference_BT, anchor_BT)]
             with nullcontext() if number == most - 1 else accelerator.no_sync(policy):
                 with accelerator.autocast():
-                    logprobs_BT, entropy_BT = policy(part["token_ids_BT"], part["action_ids_BT"] > 0, cfg.rollout.temperature, cfg.loss.entropy_weight > 0)
-                row_losses_B, terms = loss_of(part, logprobs_BT, entropy_BT, *past, counts, beta, cfg)
+                    logprobs_BT, entropies_BT = policy(part["token_ids_BT"], part["action_ids_BT"] > 0, cfg.rollout.temperature, cfg.loss.entropy_weight > 0)
+                row_losses_B, terms = loss_of(part, logprobs_BT, entropies_BT, *past, counts, beta, cfg)
                 # DDP averages gradients over processes; the denominators already count all of them.
                 accelerator.backward(row_losses_B.sum() * accelerator.num_processes)
-            suspects += [batch.names[row] for row, fine in zip(rows, row_losses_B.isfinite().tolist()) if not fine]
-            record(means, part, logprobs_BT.detach(), entropy_BT.detach(), past[0], row_losses_B.detach() * counts["rows"], terms, cfg, update == 0)
-        grad_norm = float(accelerator.clip_grad_norm_(policy.parameters(), cfg.optim.max_grad_norm))
-        if torch.isfinite(torch.tensor(grad_norm)):
-            optimizer.step()
-            grad_norms.append(grad_norm)
-        else:
-            num_skipped += 1
-            suspects = gather_object(suspects)
-            named = ", ".join(suspects) or "none alone: every loss is finite, the gradient is not"
-            accelerator.print(f"update {update}: gradient norm is {grad_norm}; step skipped. Episodes with a non-finite loss: {named}")
-        optimizer.zero_grad()
-    metrics = means.reduce(accelerator)
-    metrics["grad_norm"] = sum(grad_norms) / len(grad_norms) if grad_norms else 0.0
-    metrics["grad_norm_max"] = max(grad_norms, default=0.0)
-    metrics["skipped_updates"] = num_skipped
-    return metrics
+            finite_B = row_losses_B.isfinite()
+            suspects += [batch.names[row] for row, fine in zip(rows, finite_B.tolist()) if not fine]
+            mask_BT = (part["action_ids_BT"] > 0) & finite_B[:, None]  # a row that is not finite is named, not averaged
+            means.add("loss", row_losses_B.detach() * counts["rows"], mask_BT.any(1))
+            for name, terms_BT in terms.items():
+                means.add(f"loss/{name}", terms_BT.detach(), mask_BT)
+            if number < len(runs):
+                new_BT[rows, :width] = logprobs_BT.detach().cpu()
+                entropy_BT[rows, :width] = entropies_BT.detach().cpu()
+        update_rows.append(means.reduce(accelerator) | make_step(accelerator, policy, optimizer, suspects, len(update_rows), cfg.optim.max_grad_norm))
+    own = {"new": new_BT, "entropy": entropy_BT} | ({} if cfg.loss.old_logprobs == "sampler" else {"old": old_BT}) | ({"final": score(policy)} if rescore else {})
+    whole = {"old": old_BT} | {name: accelerator.reduce(tensor.to(accelerator.device), "sum").cpu() for name, tensor in own.items()}
+    rows_of = [sorted(row for share in shares for row in share) for shares in plan]
+    return update_rows, Scores(whole["old"], whole["new"], whole["entropy"], whole.get("final"), rows_of)
 
 
-def record(means: Means, part: dict, logprobs_BT, entropy_BT, old_BT, row_losses_B, terms: dict, cfg: Config, first: bool) -> None:
-    """Adds one micro-batch to the running means; each mean is taken over its own tokens, of all micro-batches and processes."""
-    mask_BT = (part["action_ids_BT"] > 0) & row_losses_B.isfinite()[:, None]  # a row that is not finite is named, not averaged
-    log_ratio_BT = torch.where(mask_BT, logprobs_BT - old_BT, 0.0)
-    advantages_B1 = part["advantages_B"][:, None]
-    means.add("entropy", entropy_BT, mask_BT)
-    means.add("loss", row_losses_B, mask_BT.any(1))
-    for name, terms_BT in terms.items():
-        means.add(f"loss/{name}", terms_BT.detach(), mask_BT)
-    if cfg.loss.kind == "gspo":  # one ratio a row
-        used_BT = (log_ratio_BT.sum(1, keepdim=True) / mask_BT.sum(1, keepdim=True).clamp(min=1)).expand_as(log_ratio_BT)
+def make_step(accelerator, policy, optimizer, suspects: list[str], update: int, max_grad_norm: float) -> dict[str, float]:
+    """Clips and applies the gradient, or skips it where it is not finite, naming the episodes `suspects` of all processes."""
+    grad_norm = float(accelerator.clip_grad_norm_(policy.parameters(), max_grad_norm))
+    finite = math.isfinite(grad_norm)
+    if finite:
+        optimizer.step()
     else:
-        used_BT = log_ratio_BT
-    ratio_BT = torch.where(mask_BT, used_BT.clamp(max=20), 0.0).exp()  # clamped as in the loss
-    means.add("ratio/mean", ratio_BT, mask_BT)
-    means.maximum("ratio/max", ratio_BT)
-    clipped_BT = ((advantages_B1 > 0) & (ratio_BT > 1 + cfg.loss.clip_high)) | ((advantages_B1 < 0) & (ratio_BT < 1 - cfg.loss.clip_low))
-    means.add("ratio/clipped", clipped_BT.float(), mask_BT)
-    for name, chosen_B1 in {"correct": advantages_B1 > 0, "incorrect": advantages_B1 < 0, "neutral": advantages_B1 == 0}.items():
-        chosen_BT = mask_BT & chosen_B1
-        means.add(f"likelihood/{name}_old", old_BT, chosen_BT)
-        means.add(f"likelihood/{name}_new", logprobs_BT, chosen_BT)
-        means.add(f"displacement/{name}", log_ratio_BT, chosen_BT)
-    if first:  # before the first optimizer step the trainer's policy still is the sampler's
-        gap_BT = torch.where(mask_BT, (logprobs_BT - part["sampled_logprobs_BT"]).abs(), 0.0)
-        means.add("sampler_gap/mean", gap_BT, mask_BT)
-        means.maximum("sampler_gap/max", gap_BT)
+        named = ", ".join(gather_object(suspects)) or "none alone: every loss is finite, the gradient is not"
+        accelerator.print(f"update {update}: gradient norm is {grad_norm}; step skipped. Episodes with a non-finite loss: {named}")
+    optimizer.zero_grad()
+    return ({"grad_norm": grad_norm} if finite else {}) | {"skipped_updates": int(not finite)}

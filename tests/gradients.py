@@ -16,8 +16,11 @@ from conftest import make_lm, make_tokenizer
 
 from lld import config
 from lld.data import Question
-from lld.episode import Episode, collate
+from lld.episode import Episode, Turn, collate
+from lld.metrics import summarize_updates
+from lld.monitor import describe
 from lld.policy import Policy
+from lld.protocol import Passage
 from lld.update import update_policy
 
 OPTIONS = {
@@ -36,11 +39,17 @@ def make_episodes(num_rows: int, vocab_size: int) -> list[Episode]:
     for row in range(num_rows):
         question = Question(f"q/{row // 3}", "who?", ("a",), "q")
         episode = Episode(question, row % 3, [draw(2, vocab_size) for _ in range(draw(3, 9))])
-        for action in range(1, draw(1, 4) + 1):
-            for author, count in ((action, draw(1, 12)), (0, draw(0, 8))):
-                episode.token_ids += [draw(2, vocab_size) for _ in range(count)]
-                episode.action_ids += [author] * count
-                episode.logprobs += [-1.0 if author else 0.0] * count
+        num_actions = draw(1, 4)
+        for action in range(1, num_actions + 1):
+            start, count, observed = len(episode.token_ids), draw(1, 12), draw(0, 8)
+            for author, length in ((action, count), (0, observed)):
+                episode.token_ids += [draw(2, vocab_size) for _ in range(length)]
+                episode.action_ids += [author] * length
+                episode.logprobs += [-1.0 if author else 0.0] * length
+            kind = "search" if action < num_actions else ("answer", "invalid")[row % 2]
+            content, tag_start = ("a" if row % 4 else "b", start + count // 2) if kind != "invalid" else ("", start + count)
+            passages = (Passage("1", f'"T"\n{row % 2}', 1.0),) if kind == "search" else ()
+            episode.turns.append(Turn(start, start + count, start + count + observed, kind, content, "stop_string", tag_start, passages, 0, kind == "search"))
         episodes.append(episode)
     return episodes
 
@@ -73,10 +82,11 @@ def two_steps(options: dict, micro_batch_size: int, advantages_PG=None):
     reference = Policy(make_lm(tokenizer, seed=1, scale=1.0))
     if advantages_PG is None:
         advantages_PG = torch.tensor([[1.0, -0.5, -0.5], [0.0, 0.0, 0.0], [1.1, 0.1, -1.2], [-1.0, 0.5, 0.5]])
-    batch = collate(make_episodes(advantages_PG.numel(), len(tokenizer)), advantages_PG, tokenizer.pad_token_id)
+    episodes = make_episodes(advantages_PG.numel(), len(tokenizer))
+    batch = collate(episodes, advantages_PG, tokenizer.pad_token_id)
     optimizer = Recorder(policy.parameters(), lr=0.05)
-    metrics = update_policy(accelerator, policy, reference, optimizer, batch, cfg, beta=0.3)
-    return optimizer.gradients, metrics, accelerator
+    update_rows, scores = update_policy(accelerator, policy, reference, optimizer, batch, cfg, beta=0.3, rescore=True)
+    return optimizer.gradients, summarize_updates(update_rows) | describe(batch, scores, episodes, cfg), accelerator
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from conftest import make_lm, make_tokenizer
 from gradients import OPTIONS, make_episodes, two_steps
 
 from lld import config, loss
-from lld.episode import collate
+from lld.episode import ANSWER, collate
 from lld.policy import Policy
 from lld.update import learning_rate, plan_updates
 
@@ -91,7 +91,8 @@ def test_gradients_agree_with_a_naive_loss(aggregation, normalizer):
                 for action in range(1, int(batch.action_ids_BT[b].max()) + 1):
                     fall = (old[b] - new[b])[batch.action_ids_BT[b] == action]
                     if fall.sum() > 0:
-                        total = total + cfg.loss.lld_weight * fall.relu().sum() / (preserved if normalizer == "preserved" else num_tokens)
+                        weights = torch.where(batch.part_ids_BT[b] == ANSWER, 0.3, 1.0)[batch.action_ids_BT[b] == action]
+                        total = total + cfg.loss.lld_weight * (weights * fall.relu()).sum() / (preserved if normalizer == "preserved" else num_tokens)
         total.backward()
         gradient = torch.cat([p.grad.flatten() for p in policy.parameters()])
         assert relative(found[update], gradient) < 1e-5
