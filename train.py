@@ -23,11 +23,11 @@ from accelerate.utils import gather_object, set_seed
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from lld import checkpoint, config, metrics, monitor, protocol, tinyworld
+from lld import checkpoint, config, crashbox, metrics, monitor, phases, protocol, tinyworld, trajectories
 from lld.advantages import group_advantages
 from lld.data import Question, load_questions, questions_of_step
 from lld.engine import Engine
-from lld.episode import Episode, collate
+from lld.episode import Batch, Episode, collate
 from lld.evaluate import evaluate_questions, load_benchmark, summarize
 from lld.loss import answer_beta
 from lld.policy import Policy, check_fit, eos_ids, load_lm, load_tokenizer
@@ -35,18 +35,23 @@ from lld.report import plot_run
 from lld.reward import score_episodes
 from lld.rollout import check_prompts, rollout
 from lld.tools import RetrieverError, check_health, make_search
-from lld.update import learning_rate, update_policy
+from lld.update import learning_rate, score_batch, update_policy
 
 RESUMABLE = ("run.dir", "run.steps", "run.save_every", "run.keep_checkpoints", "run.trackers", "optim.micro_batch_size", "rollout.num_slots", "retriever.url", "retriever.timeout_s", "retriever.retries")
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", required=True)
+    parser.add_argument("--config", help="YAML of options; needed unless --replay is given")
+    parser.add_argument("--replay", type=Path, metavar="BOX", help="make the updates of a crash box again, with the options given here changed")
     parser.add_argument("--resume", action="store_true", help="continue the run in run.dir from its newest checkpoint")
     parser.add_argument("overrides", nargs="*", metavar="section.option=value")
     args = parser.parse_args(argv)
     try:
+        if (args.config is None) == (args.replay is None) or (args.replay and args.resume):
+            raise ValueError("give either --config CONFIG, or --replay BOX without --resume")
+        if args.replay:
+            return train(replay_options(args.replay, args.overrides), False, args.replay)
         return train(config.load(args.config, args.overrides), args.resume)
     except ValueError as error:  # the user's; everything else is ours and keeps its traceback
         print(f"train.py: {error}", file=sys.stderr)
@@ -54,6 +59,18 @@ def main(argv: list[str]) -> int:
     except RetrieverError as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 3
+
+
+def replay_options(box: Path, overrides: list[str]) -> config.Config:
+    """The options of the boxed run with `overrides`, for a run of its steps into BOX/replays."""
+    steps = crashbox.steps_of(box)
+    name = "_".join(override.partition(".")[2] for override in overrides).replace("/", "-") or "unchanged"
+    cfg = config.load(str(box / "config.yaml"), [*overrides, f"run.dir={box}/replays/{name}", f"run.steps={steps[-1] + 1}", "eval.every=0", "eval.at_start=false", "run.trackers=[]", "monitor.crash_box=0"])
+    before, now = config.to_dict(config.load(str(box / "config.yaml"))), config.to_dict(cfg)
+    changed = [f"{section}.{option}" for section in ("data", "model", "rollout", "retriever", "tinyworld") for option in now[section] if now[section][option] != before[section][option]]
+    if changed:
+        raise ValueError(f"--replay: {changed[0]} cannot be changed, the box's episodes were played with the other value; loss, advantage, reward, optim and monitor can")
+    return cfg
 
 
 class Timed:
@@ -96,62 +113,6 @@ class Clock:
         }
 
 
-def train(cfg: config.Config, resume: bool) -> int:
-    """Runs until `run.steps` rollout steps are done; returns the process's exit code (3: the retriever is gone)."""
-    parts, first_step = build(cfg, resume)
-    accelerator, run_dir, tokenizer = parts.accelerator, Path(cfg.run.dir), parts.tokenizer
-    row = evaluate(parts, cfg, 0) if cfg.eval.at_start and first_step == 0 else {}
-    steps = tqdm(range(first_step, cfg.run.steps), desc="training", initial=first_step, total=cfg.run.steps, disable=not accelerator.is_main_process)
-    for step in steps:
-        clock = Clock()
-        questions = questions_of_step(parts.questions, step, cfg.rollout.num_questions, cfg.run.seed)
-        episodes, failure = play(parts, cfg, questions, step)
-        if failure:
-            return stop(parts, cfg, step, failure)
-        clock.lap("rollout")
-        keep_snapshot(parts, cfg.loss.lld_lag_steps)
-
-        rewards_PG = torch.tensor(score_episodes(episodes, tokenizer, cfg.reward)).view(len(questions), cfg.rollout.group_size)
-        advantages_PG = group_advantages(rewards_PG, normalize_std=cfg.advantage.normalize_std)
-        batch = collate(episodes, advantages_PG, tokenizer.pad_token_id)
-        row |= {"step": step} | metrics.describe_episodes(episodes, rewards_PG)
-        row |= {"lld_beta": answer_beta(row["searches"], cfg.loss), "lr": learning_rate(step, cfg.optim)}
-        for group in parts.optimizer.param_groups:
-            group["lr"] = row["lr"]
-        update_rows, scores = update_policy(
-            accelerator, parts.policy, parts.reference, parts.optimizer, batch, cfg, beta=row["lld_beta"], anchor=parts.anchor, rescore=due(step, cfg.monitor.rescore_every)
-        )
-        clock.lap("update")
-        row |= metrics.summarize_updates(update_rows) | monitor.describe(batch, scores, episodes, cfg)
-        update_rows = [{"step": step, "update": u} | update_row | monitor.describe_update(batch, scores, u, cfg) for u, update_row in enumerate(update_rows)]
-        clock.lap("monitor")
-
-        last = step + 1 == cfg.run.steps
-        if cfg.eval.every and ((step + 1) % cfg.eval.every == 0 or last):
-            try:
-                row |= evaluate(parts, cfg, step + 1)
-            except RetrieverError as error:
-                failure = str(error)
-        clock.lap("eval")
-        if accelerator.is_main_process:
-            timings = clock.row(parts.search.reset(), episodes, accelerator.num_processes, int(batch.lengths_B.sum()))
-            metrics.append_rows(run_dir / "updates.jsonl", update_rows)
-            metrics.append_rows(run_dir / "metrics.jsonl", [row])
-            metrics.append_rows(run_dir / "timings.jsonl", [{"step": step} | timings])
-            accelerator.log(row | timings, step=step)
-            steps.set_postfix(reward=f"{row['reward/mean']:.3f}", entropy=f"{row['entropy']:.3f}", searches=f"{row['searches']:.2f}")
-        row = {}
-        if failure:
-            return stop(parts, cfg, step + 1, failure)
-        if (step + 1) % cfg.run.save_every == 0 or last:
-            save(parts, cfg, step + 1)
-    accelerator.end_training()
-    if accelerator.is_main_process:
-        plot_run([run_dir], run_dir / "figure.png")
-        print(f"{run_dir}: metrics.jsonl, figure.png and checkpoints/ hold the run")
-    return 0
-
-
 @dataclass
 class Parts:
     """What a run works with. `lm` is the model inside `policy`; `snapshots` are its weights at the start of the last
@@ -168,9 +129,127 @@ class Parts:
     anchor: torch.nn.Module | None
     optimizer: torch.optim.Optimizer
     snapshots: list[dict]
+    detector: phases.Detector
+    phase: int = 0
+    recent: crashbox.Recent | None = None
+    sentinel: Batch | None = None
 
 
-def build(cfg: config.Config, resume: bool) -> tuple[Parts, int]:
+def train(cfg: config.Config, resume: bool, box: Path | None = None) -> int:
+    """Runs until `run.steps` rollout steps are done; returns the process's exit code (3: the retriever is gone, 4: stopped
+    by `monitor.stop_in_phase`). With a crash box the episodes are those in the box and nothing is played or evaluated."""
+    parts, first_step = build(cfg, resume, box)
+    accelerator, run_dir = parts.accelerator, Path(cfg.run.dir)
+    row = evaluate(parts, cfg, 0) if cfg.eval.at_start and first_step == 0 else {}
+    steps = tqdm(range(first_step, cfg.run.steps), desc="training", initial=first_step, total=cfg.run.steps, disable=not accelerator.is_main_process)
+    for step in steps:
+        clock = Clock()
+        episodes, failure = play(parts, cfg, step) if box is None else (crashbox.read_episodes(box, step), None)
+        if failure:
+            return stop(parts, cfg, step, f"{failure}\nNothing was trained on the failed search.", 3)
+        clock.lap("rollout")
+        keep_for_later(parts, cfg, step, episodes)
+        learned, update_rows, batch = learn(parts, cfg, step, episodes, clock)
+        row |= learned
+
+        last = step + 1 == cfg.run.steps
+        if cfg.eval.every and ((step + 1) % cfg.eval.every == 0 or last):
+            try:
+                row |= evaluate(parts, cfg, step + 1)
+            except RetrieverError as error:
+                failure = f"{error}\nNothing was trained on the failed search."
+        clock.lap("eval")
+        began = warn(parts, cfg, row)
+        if accelerator.is_main_process:
+            timings = clock.row(parts.search.reset(), episodes, accelerator.num_processes, int(batch.lengths_B.sum()))
+            metrics.append_rows(run_dir / "updates.jsonl", update_rows)
+            metrics.append_rows(run_dir / "metrics.jsonl", [row])
+            metrics.append_rows(run_dir / "timings.jsonl", [{"step": step} | timings])
+            accelerator.log(row | timings, step=step)
+            steps.set_postfix(reward=f"{row['reward/mean']:.3f}", entropy=f"{row['entropy']:.3f}", searches=f"{row['searches']:.2f}")
+        if began == 3 and parts.recent is not None and accelerator.is_main_process:
+            folder = parts.recent.write(run_dir, cfg, parts.lm, parts.tokenizer)
+            tqdm.write(f"crash box: {folder}; try another loss on it with train.py --replay {folder} loss.lld_weight=0.2")
+        row = {}
+        if failure:
+            return stop(parts, cfg, step + 1, failure, 3)
+        if began and began >= cfg.monitor.stop_in_phase > 0:
+            return stop(parts, cfg, step + 1, f"phase {began} ({phases.NAMES[began]}) has begun and monitor.stop_in_phase = {cfg.monitor.stop_in_phase}.", 4)
+        if box is None and ((step + 1) % cfg.run.save_every == 0 or last):
+            save(parts, cfg, step + 1)
+    accelerator.end_training()
+    if accelerator.is_main_process:
+        plot_run([run_dir] if box is None else [box, run_dir], run_dir / "figure.png")
+        print(f"{run_dir}: metrics.jsonl, figure.png and checkpoints/ hold the run" if box is None else compare(box, run_dir))
+    return 0
+
+
+def learn(parts: Parts, cfg: config.Config, step: int, episodes: list[Episode], clock: Clock) -> tuple[dict, list[dict], Batch]:
+    """Trains on the episodes of a step; returns its row of metrics, a row for each optimizer step, and the batch."""
+    accelerator = parts.accelerator
+    rewards = score_episodes(episodes, parts.tokenizer, cfg.reward)
+    rewards_PG = torch.tensor(rewards).view(-1, cfg.rollout.group_size)
+    batch = collate(episodes, group_advantages(rewards_PG, normalize_std=cfg.advantage.normalize_std), parts.tokenizer.pad_token_id)
+    row = {"step": step} | metrics.describe_episodes(episodes, rewards_PG)
+    row |= {"lld_beta": answer_beta(row["searches"], cfg.loss), "lr": learning_rate(step, cfg.optim)}
+    for group in parts.optimizer.param_groups:
+        group["lr"] = row["lr"]
+    update_rows, scores = update_policy(accelerator, parts.policy, parts.reference, parts.optimizer, batch, cfg, beta=row["lld_beta"], anchor=parts.anchor)
+    clock.lap("update")
+    if due(step, cfg.monitor.rescore_every):
+        scores.final_BT = score_batch(accelerator, parts.policy, batch, cfg)
+    if parts.sentinel is None and cfg.monitor.sentinel_every:
+        parts.sentinel = monitor.choose_sentinel(batch, episodes, cfg.monitor.sentinel_size)
+        if parts.sentinel is not None and accelerator.is_main_process:
+            monitor.save_sentinel(Path(cfg.run.dir) / "sentinel.pt", parts.sentinel)
+    if parts.sentinel is not None and due(step, cfg.monitor.sentinel_every):
+        row |= monitor.describe_sentinel(accelerator, parts.policy, parts.sentinel, cfg)
+    clock.lap("rescore")
+    row |= metrics.summarize_updates(update_rows) | monitor.describe(batch, scores, episodes, cfg)
+    update_rows = [{"step": step, "update": u} | update_row | monitor.describe_update(batch, scores, u, cfg) for u, update_row in enumerate(update_rows)]
+    if due(step, cfg.monitor.trajectories_every) and accelerator.is_main_process:
+        rows = list(range(min(len(episodes), cfg.monitor.trajectories_questions * cfg.rollout.group_size)))
+        records = trajectories.describe(parts.tokenizer, step, episodes, batch, scores, rewards, rows)
+        path = Path(cfg.run.dir) / "trajectories" / f"step_{step:06d}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    clock.lap("monitor")
+    return row, update_rows, batch
+
+
+def keep_for_later(parts: Parts, cfg: config.Config, step: int, episodes: list[Episode]) -> None:
+    """What must be remembered before the update: the weights LLDS may compare with, and the crash box's."""
+    keep_snapshot(parts, cfg.loss.lld_lag_steps)
+    if parts.recent is not None and parts.accelerator.is_main_process:
+        parts.recent.before(step, parts.lm, lambda: trainer_state(parts))
+        parts.recent.keep(step, episodes)
+
+
+def warn(parts: Parts, cfg: config.Config, row: dict) -> int:
+    """Writes the run's phase into the row; returns it where it is a later one than at the step before, else 0. Loudly."""
+    before = parts.phase
+    row["phase"] = parts.phase = parts.detector.update(row)
+    if row["phase"] <= before or row["phase"] < 2:
+        return 0
+    text = (
+        f"step {row['step']}: phase {row['phase']} ({phases.NAMES[row['phase']]}) begins: correct responses lose likelihood, {row.get('displacement/correct', 0.0):+.4f} nats a token at this step; "
+        f"entropy {row['entropy']:.3f}, ratio tail {row['ratio/q999']:.2f}, gradient norm {row['grad_norm']:.2f}"
+    )
+    if parts.accelerator.is_main_process:
+        tqdm.write(f"*** WARNING *** {text}", file=sys.stderr)
+        with open(Path(cfg.run.dir) / "warnings.log", "a") as file:
+            file.write(text + "\n")
+    return row["phase"]
+
+
+def compare(box: Path, run_dir: Path) -> str:
+    """What a replay has to say for itself."""
+    different = crashbox.same_rows(metrics.read_rows(box / "metrics.jsonl"), metrics.read_rows(run_dir / "metrics.jsonl"))
+    verdict = "every logged value equals the original, bit for bit" if not different else f"{len(different)} logged values differ from the original's, {', '.join(different[:4])} among them"
+    return f"{run_dir}: {verdict}; figure.png shows both"
+
+
+def build(cfg: config.Config, resume: bool, box: Path | None = None) -> tuple[Parts, int]:
     """Opens and checks everything before any work starts; returns it with the step to start from."""
     check_launch()
     run_dir, on_gpu = Path(cfg.run.dir), torch.cuda.is_available()
@@ -182,19 +261,11 @@ def build(cfg: config.Config, resume: bool) -> tuple[Parts, int]:
     if cfg.tinyworld.dir is not None:
         with accelerator.main_process_first():
             tinyworld.prepare(cfg.tinyworld, cfg.rollout, cfg.retriever.topk)
-    resumed = checkpoint.latest(run_dir) if resume else None
+    resumed = checkpoint.latest(run_dir if box is None else box) if resume or box else None
     if resumed is not None:
         checkpoint.check(resumed)
-
     tokenizer = load_tokenizer(cfg.model)
-    questions = load_questions(cfg.data.train, split=cfg.data.train_split, sources=cfg.data.train_sources)
-    held_out = {name: load_benchmark(cfg, name)[: cfg.eval.max_questions] for name in cfg.eval.during_training} if cfg.eval.every else {}
-    for some in (questions, *held_out.values()):
-        check_prompts(tokenizer, some, cfg.rollout.max_prompt_tokens)
-    protocol.check_observation_budget(tokenizer, cfg.retriever.topk, cfg.rollout.max_observation_tokens)
-    if cfg.retriever.url is not None:
-        check_health(cfg.retriever.url, cfg.retriever.timeout_s)
-    search = Timed(make_search(cfg.retriever))
+    questions, held_out, search = ([], {}, Timed(None)) if box else open_world(cfg, tokenizer)
 
     lm = load_lm(cfg.model if resumed is None else dataclasses.replace(cfg.model, path=str(resumed)))
     check_fit(lm, tokenizer, cfg.rollout.max_episode_tokens)
@@ -216,8 +287,31 @@ def build(cfg: config.Config, resume: bool) -> tuple[Parts, int]:
         begin_run(run_dir, cfg, first_step)
     if cfg.run.trackers:
         accelerator.init_trackers("lld", config={f"{s}.{k}": str(v) for s, options in config.to_dict(cfg).items() for k, v in options.items()})
-    lm = accelerator.unwrap_model(policy).lm
-    return Parts(accelerator, tokenizer, questions, held_out, search, policy, lm, reference, anchor, optimizer, snapshots), first_step
+    parts = Parts(accelerator, tokenizer, questions, held_out, search, policy, accelerator.unwrap_model(policy).lm, reference, anchor, optimizer, snapshots, phases.Detector())
+    remember(parts, cfg, box or run_dir, first_step)
+    return parts, first_step
+
+
+def open_world(cfg: config.Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Question], dict[str, list[Question]], Timed]:
+    """Training questions, held-out questions and the search tool, each checked."""
+    questions = load_questions(cfg.data.train, split=cfg.data.train_split, sources=cfg.data.train_sources)
+    held_out = {name: load_benchmark(cfg, name)[: cfg.eval.max_questions] for name in cfg.eval.during_training} if cfg.eval.every else {}
+    for some in (questions, *held_out.values()):
+        check_prompts(tokenizer, some, cfg.rollout.max_prompt_tokens)
+    protocol.check_observation_budget(tokenizer, cfg.retriever.topk, cfg.rollout.max_observation_tokens)
+    if cfg.retriever.url is not None:
+        check_health(cfg.retriever.url, cfg.retriever.timeout_s)
+    return questions, held_out, Timed(make_search(cfg.retriever))
+
+
+def remember(parts: Parts, cfg: config.Config, folder: Path, first_step: int) -> None:
+    """What the recorder knew when the run in `folder` had made `first_step` steps."""
+    for row in metrics.read_rows(folder / "metrics.jsonl"):
+        if row["step"] < first_step:
+            parts.phase = parts.detector.update(row)
+    if cfg.monitor.sentinel_every and first_step:
+        parts.sentinel = monitor.load_sentinel(folder / "sentinel.pt")
+    parts.recent = crashbox.Recent(cfg.monitor.crash_box) if cfg.monitor.crash_box else None
 
 
 def new_engine(parts: Parts, cfg: config.Config, sampling: config.Rollout | config.Eval) -> Engine:
@@ -229,12 +323,13 @@ def new_engine(parts: Parts, cfg: config.Config, sampling: config.Rollout | conf
     )  # fmt: skip
 
 
-def play(parts: Parts, cfg: config.Config, questions: list[Question], step: int) -> tuple[list[Episode], str | None]:
-    """All episodes of a step, in the order of `questions`, on every process; or why a search failed, on any of them.
+def play(parts: Parts, cfg: config.Config, step: int) -> tuple[list[Episode], str | None]:
+    """All episodes of a step, question by question, on every process; or why a search failed, on any of them.
 
     Each process plays whole groups of every num_processes-th question.
     """
     accelerator, options = parts.accelerator, cfg.rollout
+    questions = questions_of_step(parts.questions, step, options.num_questions, cfg.run.seed)
     mine = list(enumerate(questions))[accelerator.process_index :: accelerator.num_processes]
     ids = [question.id for question in questions]
     repeats = [ids[:index].count(ids[index]) for index, _ in mine]
@@ -275,18 +370,22 @@ def save(parts: Parts, cfg: config.Config, num_steps: int) -> Path:
     """The checkpoint after `num_steps` steps, unless it is there already."""
     folder = checkpoint.folder_of(cfg.run.dir, num_steps)
     if parts.accelerator.is_main_process and not (folder / "manifest.json").exists():
-        shapes = {name: list(tensor.shape) for name, tensor in parts.lm.state_dict().items()}
-        state = {"optimizer": parts.optimizer.state_dict(), "rng": torch.get_rng_state(), "snapshots": parts.snapshots, "shapes": shapes}
-        checkpoint.save(cfg.run.dir, num_steps, parts.lm, parts.tokenizer, state, cfg.run.keep_checkpoints)
+        checkpoint.save(cfg.run.dir, num_steps, parts.lm, parts.tokenizer, trainer_state(parts), cfg.run.keep_checkpoints)
     parts.accelerator.wait_for_everyone()
     return folder
 
 
-def stop(parts: Parts, cfg: config.Config, num_steps: int, failure: str) -> int:
+def trainer_state(parts: Parts) -> dict:
+    """What an exact restart needs besides weights and step."""
+    shapes = {name: list(tensor.shape) for name, tensor in parts.lm.state_dict().items()}
+    return {"optimizer": parts.optimizer.state_dict(), "rng": torch.get_rng_state(), "snapshots": parts.snapshots, "shapes": shapes}
+
+
+def stop(parts: Parts, cfg: config.Config, num_steps: int, why: str, code: int) -> int:
     """Saves the checkpoint after `num_steps` steps, says why the run ends, and returns its exit code."""
     folder = save(parts, cfg, num_steps)
-    parts.accelerator.print(f"train.py: {failure}\nNothing was trained on the failed search. Saved {folder}; continue with --resume.", file=sys.stderr)
-    return 3
+    parts.accelerator.print(f"train.py: {why} Saved {folder}; continue with --resume.", file=sys.stderr)
+    return code
 
 
 def keep_snapshot(parts: Parts, lag: int) -> None:

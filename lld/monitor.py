@@ -5,16 +5,21 @@ figure depends on micro-batches or on the number of processes. Displacement is l
 Def. 4.1: negative where a token became less likely.
 """
 
+import dataclasses
+from pathlib import Path
+
 import torch
 
 from lld.episode import Batch, Episode
 from lld.loss import MAX_LOG_RATIO, gate_BT
 from lld.reward import exact_match
-from lld.update import Scores
+from lld.update import Scores, score_batch
 
 CLASSES = ("correct", "incorrect", "neutral")  # A > 0, A < 0, A = 0
 PARTS = ("think", "search", "answer")  # episode.THINK, SEARCH, ANSWER
 QUANTILES = (0.05, 0.5, 0.95)
+NOISE = 1e-5  # nats a token; a likelihood that fell by less has not fallen: sampler and trainer differ by as much in float32
+BATCH_FIELDS = [field.name for field in dataclasses.fields(Batch)]
 
 
 def _means(prefix: str, names: list[str], values_N: torch.Tensor, groups_N: torch.Tensor) -> dict[str, float]:
@@ -27,7 +32,8 @@ def _means(prefix: str, names: list[str], values_N: torch.Tensor, groups_N: torc
 def displacement(batch: Batch, old_BT: torch.Tensor, new_BT: torch.Tensor, rows: list[int], prefix: str = "") -> dict[str, float]:
     """Mean displacement of some rows: per token (also by part and turn, and its quantiles), per action, per response, and shares below 0.
 
-    A per-action or per-response value is a sum over tokens, as in Def. 4.1 and Eq. 2. Rows with a value that is not finite are left out.
+    A per-action or per-response value is a sum over tokens, as in Def. 4.1 and Eq. 2; displaced is what fell by more than
+    NOISE a token. Rows with a value that is not finite are left out.
     """
     rows_R = torch.tensor(rows)
     action_ids_RT, part_ids_RT = batch.action_ids_BT[rows_R], batch.part_ids_BT[rows_R]
@@ -48,9 +54,10 @@ def displacement(batch: Batch, old_BT: torch.Tensor, new_BT: torch.Tensor, rows:
     present_A = torch.bincount(action_of_N, minlength=len(sums_A)) > 0
     class_A = class_R.repeat_interleave(turns + 1)[present_A]
     sums_R = delta_RT.sum(1)[fine_R]
-    for level, values, groups in (("", delta_N, class_N), ("action", sums_A[present_A], class_A), ("response", sums_R, class_R[fine_R])):
+    tokens_A, tokens_R = torch.bincount(action_of_N, minlength=len(sums_A))[present_A], (action_ids_RT > 0).sum(1)[fine_R]
+    for level, values, groups, tokens in (("", delta_N, class_N, 1), ("action", sums_A[present_A], class_A, tokens_A), ("response", sums_R, class_R[fine_R], tokens_R)):
         table |= _means(f"{prefix}displacement/", [f"{name}/per_{level}" if level else name for name in CLASSES], values, groups)
-        table |= _means(f"{prefix}displaced/", [f"{name}/{level or 'token'}s" for name in CLASSES], (values < 0).float(), groups)
+        table |= _means(f"{prefix}displaced/", [f"{name}/{level or 'token'}s" for name in CLASSES], (values < -NOISE * tokens).float(), groups)
     for index, name in enumerate(CLASSES):
         chosen_n = delta_N[class_N == index].sort().values  # not torch.quantile, which refuses more than 16 million values
         for q in QUANTILES if len(chosen_n) else ():
@@ -119,7 +126,7 @@ def episode_likelihoods(batch: Batch, old_BT: torch.Tensor, episodes: list[Episo
     first search found the same passages as that of a right episode of the same question; and mean negative log-likelihood
     per token by the number of searches. Wrong and right are by exact match, whatever the reward.
     """
-    right = [episode.answer is not None and exact_match(episode.answer, episode.question.golden_answers) == 1.0 for episode in episodes]
+    right = [is_right(episode) for episode in episodes]
     first_found = [first_passages(episode) for episode in episodes]
     good_finds: dict[str, list] = {}
     for index, episode in enumerate(episodes):
@@ -142,10 +149,37 @@ def episode_likelihoods(batch: Batch, old_BT: torch.Tensor, episodes: list[Episo
     return row
 
 
+def is_right(episode: Episode) -> bool:
+    return episode.answer is not None and exact_match(episode.answer, episode.question.golden_answers) == 1.0
+
+
 def first_passages(episode: Episode) -> frozenset | None:
     """The passages that the first action found, or None where it was no search."""
     turn = episode.turns[0] if episode.turns else None
     return frozenset(passage.contents for passage in turn.passages) if turn is not None and turn.searched else None
+
+
+def choose_sentinel(batch: Batch, episodes: list[Episode], size: int) -> Batch | None:
+    """The first `size` right episodes of a rollout as a batch of their own; None where there is none."""
+    rows = [row for row, episode in enumerate(episodes) if is_right(episode)][:size]
+    if not rows:
+        return None
+    return Batch(*(tuple(batch.names[row] for row in rows) if name == "names" else getattr(batch, name)[rows] for name in BATCH_FIELDS))
+
+
+def describe_sentinel(accelerator, policy, sentinel: Batch, cfg) -> dict[str, float]:
+    """Mean log-likelihood per token of the sentinel now, and its change since its episodes were sampled."""
+    written_BT = sentinel.action_ids_BT > 0
+    now_N = score_batch(accelerator, policy, sentinel, cfg)[written_BT].double()
+    return {"sentinel/likelihood": float(now_N.mean()), "sentinel/displacement": float((now_N - sentinel.sampled_logprobs_BT[written_BT]).mean())}
+
+
+def save_sentinel(path: Path, sentinel: Batch) -> None:
+    torch.save({name: getattr(sentinel, name) for name in BATCH_FIELDS}, path)
+
+
+def load_sentinel(path: Path) -> Batch | None:
+    return Batch(**torch.load(path, weights_only=True)) if path.exists() else None
 
 
 def describe(batch: Batch, scores: Scores, episodes: list[Episode], cfg) -> dict[str, float]:

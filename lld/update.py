@@ -73,6 +73,13 @@ def score_rows(accelerator, policy, batch: Batch, rows: list[int], cfg: Config) 
     return logprobs_BT
 
 
+def score_batch(accelerator, policy, batch: Batch, cfg: Config) -> torch.Tensor:
+    """`score_rows` of all rows, shared out over the processes; every process gets the whole."""
+    mine = list(range(len(batch.names)))[accelerator.process_index :: accelerator.num_processes]
+    own_BT = score_rows(accelerator, policy, batch, mine, cfg) if mine else torch.zeros(batch.token_ids_BT.shape)
+    return accelerator.reduce(own_BT.to(accelerator.device), "sum").cpu()
+
+
 def minibatch_counts(batch: Batch, rows: list[int], preserve: str) -> dict[str, int]:
     """Denominators of one optimizer step: its rows, the model's tokens in them, and those of the preserving set."""
     tokens_B = (batch.action_ids_BT[rows] > 0).sum(1)
@@ -114,7 +121,7 @@ class Scores:
     """Log-probabilities (B, T) of the whole batch, the same on every process, 0 on tokens the model did not write.
 
     `old_BT` before the first update, `new_BT` and `entropy_BT` at the moment of the update that used the row, `final_BT`
-    after the last one (None where it was not asked for). `rows[u]` are the rows of update u.
+    after the last one (None where the rollout was not re-scored). `rows[u]` are the rows of update u.
     """
 
     old_BT: torch.Tensor
@@ -124,12 +131,11 @@ class Scores:
     rows: list[list[int]]
 
 
-def update_policy(accelerator, policy, reference, optimizer, batch: Batch, cfg: Config, *, beta: float, anchor=None, rescore: bool = False) -> tuple[list[dict], Scores]:
+def update_policy(accelerator, policy, reference, optimizer, batch: Batch, cfg: Config, *, beta: float, anchor=None) -> tuple[list[dict], Scores]:
     """Makes `updates_per_rollout` optimizer steps on one rollout; returns a row of metrics for each and what was scored on the way.
 
     policy: prepared `Policy`; reference: frozen `Policy`, or None where kl_weight is 0; beta: LLDS-MA's weight on answer
-    tokens; anchor: the older `Policy` LLDS compares with, or None for this rollout's; rescore: score all rows once more
-    after the last update (the paper's Def. 4.1). A step whose loss or gradient is not finite is skipped on all processes,
+    tokens; anchor: the older `Policy` LLDS compares with, or None for this rollout's. A step whose loss or gradient is not finite is skipped on all processes,
     counted, and the episodes it came from are named. Names of the rows are in metrics.GLOSSARY.
     """
     plan = plan_updates(batch.lengths_B.tolist(), cfg.optim.updates_per_rollout, accelerator.num_processes)
@@ -169,10 +175,10 @@ def update_policy(accelerator, policy, reference, optimizer, batch: Batch, cfg: 
                 new_BT[rows, :width] = logprobs_BT.detach().cpu()
                 entropy_BT[rows, :width] = entropies_BT.detach().cpu()
         update_rows.append(means.reduce(accelerator) | make_step(accelerator, policy, optimizer, suspects, len(update_rows), cfg.optim.max_grad_norm))
-    own = {"new": new_BT, "entropy": entropy_BT} | ({} if cfg.loss.old_logprobs == "sampler" else {"old": old_BT}) | ({"final": score(policy)} if rescore else {})
+    own = {"new": new_BT, "entropy": entropy_BT} | ({} if cfg.loss.old_logprobs == "sampler" else {"old": old_BT})
     whole = {"old": old_BT} | {name: accelerator.reduce(tensor.to(accelerator.device), "sum").cpu() for name, tensor in own.items()}
     rows_of = [sorted(row for share in shares for row in share) for shares in plan]
-    return update_rows, Scores(whole["old"], whole["new"], whole["entropy"], whole.get("final"), rows_of)
+    return update_rows, Scores(whole["old"], whole["new"], whole["entropy"], None, rows_of)
 
 
 def make_step(accelerator, policy, optimizer, suspects: list[str], update: int, max_grad_norm: float) -> dict[str, float]:

@@ -21,7 +21,7 @@ from lld.metrics import summarize_updates
 from lld.monitor import describe
 from lld.policy import Policy
 from lld.protocol import Passage
-from lld.update import update_policy
+from lld.update import score_batch, update_policy
 
 OPTIONS = {
     "rollout": {"num_questions": 4, "group_size": 3},
@@ -85,7 +85,8 @@ def two_steps(options: dict, micro_batch_size: int, advantages_PG=None):
     episodes = make_episodes(advantages_PG.numel(), len(tokenizer))
     batch = collate(episodes, advantages_PG, tokenizer.pad_token_id)
     optimizer = Recorder(policy.parameters(), lr=0.05)
-    update_rows, scores = update_policy(accelerator, policy, reference, optimizer, batch, cfg, beta=0.3, rescore=True)
+    update_rows, scores = update_policy(accelerator, policy, reference, optimizer, batch, cfg, beta=0.3)
+    scores.final_BT = score_batch(accelerator, policy, batch, cfg)
     return optimizer.gradients, summarize_updates(update_rows) | describe(batch, scores, episodes, cfg), accelerator
 
 

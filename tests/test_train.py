@@ -41,7 +41,7 @@ def write_config(folder: Path, name: str, **changes) -> Path:
         "eval": {"every": 3, "benchmarks": {"tiny": str(world / "heldout.jsonl")}, "during_training": ["tiny"], "max_questions": 8},
     }  # fmt: skip
     for section, options in changes.items():
-        tree[section] = tree[section] | options
+        tree[section] = tree.get(section, {}) | options
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(tree))
     return path
@@ -266,3 +266,37 @@ def test_a_retriever_that_is_down_is_named_before_work_starts(folder, capsys):
     message = refused(capsys, config, code=3)
     assert "127.0.0.1:9" in message and "retriever_server.py" in message
     assert not (folder / "down").exists()
+
+
+def test_a_crash_box_replays_bit_for_bit_and_shows_another_loss(folder, capsys, monkeypatch):
+    """Unchanged options give the original's every number; with LLDS on the first replayed update still agrees, later ones do not."""
+    monkeypatch.setattr(train.phases.Detector, "update", lambda self, row: 3 if row["step"] >= 3 else 0)
+    config = write_config(folder, "boxed", eval={"every": 0}, run={"dir": str(folder / "boxed"), "steps": 4, "save_every": 50}, loss={"lld_weight": 0.0}, monitor={"crash_box": 1})
+    assert train.main(["--config", str(config)]) == 0
+    box = folder / "boxed" / "boxes" / "step_000004"
+    assert "phase 3 (acceleration) begins" in (folder / "boxed" / "warnings.log").read_text()
+    assert sorted(path.name for path in (box / "episodes").iterdir()) == ["step_000002.jsonl", "step_000003.jsonl"]
+    capsys.readouterr()
+    assert train.main(["--replay", str(box)]) == 0
+    assert "bit for bit" in capsys.readouterr().out
+    originals = rows(folder / "boxed")[2:]
+    assert rows(box / "replays" / "unchanged") == originals
+    assert train.main(["--replay", str(box), "loss.lld_weight=5.0"]) == 0
+    changed = rows(box / "replays" / "lld_weight=5.0")
+    assert changed[0]["likelihood/correct_old"] == originals[0]["likelihood/correct_old"] and changed[1]["likelihood/correct_old"] != originals[1]["likelihood/correct_old"]
+    assert "rollout.max_turns cannot be changed" in refused_replay(capsys, box, "rollout.max_turns=2")
+    (box / "episodes" / "step_000002.jsonl").unlink()
+    assert "the box is damaged" in refused_replay(capsys, box)
+    assert "no crash box" in refused_replay(capsys, folder)
+
+
+def refused_replay(capsys, box: Path, *overrides: str) -> str:
+    assert train.main(["--replay", str(box), *overrides]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_run_can_stop_when_a_phase_begins(folder, capsys, monkeypatch):
+    monkeypatch.setattr(train.phases.Detector, "update", lambda self, row: 2 if row["step"] >= 1 else 0)
+    config = write_config(folder, "stopped", eval={"every": 0}, run={"dir": str(folder / "stopped"), "steps": 4, "save_every": 50}, monitor={"stop_in_phase": 2})
+    assert "phase 2 (decay) has begun" in refused(capsys, config, code=4)
+    assert len(rows(folder / "stopped")) == 2 and checkpoint.latest(folder / "stopped") == checkpoint.folder_of(folder / "stopped", 2)

@@ -1,0 +1,80 @@
+"""A crash box: the last rollouts of a run with the weights and optimizer they were trained from, to be trained on again.
+
+`BOX/checkpoints/step_N` is a checkpoint like any other, `BOX/episodes/step_M.jsonl` the episodes of each later step,
+`BOX/metrics.jsonl` the run's log until then. `train.py --replay BOX [section.option=value …]` makes the same updates,
+with the same options bit for bit, or with another loss.
+"""
+
+import copy
+import os
+import shutil
+from pathlib import Path
+from typing import Callable
+
+from lld import checkpoint, config, trajectories
+from lld.episode import Episode
+
+
+class Recent:
+    """Episodes of the last `num_steps` steps at least, and the state of training before the first of them.
+
+    Copies of weights and optimizer are made every `num_steps` steps, on the CPU, and the last two are kept.
+    """
+
+    def __init__(self, num_steps: int):
+        self.num_steps = num_steps
+        self.states: list[tuple[int, dict, dict]] = []  # (step, weights, trainer state), oldest first
+        self.episodes: dict[int, list[Episode]] = {}
+
+    def before(self, step: int, lm, trainer_state: Callable[[], dict]) -> None:
+        """Call before the step's update."""
+        if not self.states or step - self.states[-1][0] >= self.num_steps:
+            weights = {name: tensor.detach().cpu().clone() for name, tensor in lm.state_dict().items()}
+            self.states = [*self.states[-1:], (step, weights, copy.deepcopy(trainer_state()))]
+            self.episodes = {s: some for s, some in self.episodes.items() if s >= self.states[0][0]}
+
+    def keep(self, step: int, episodes: list[Episode]) -> None:
+        self.episodes[step] = episodes
+
+    def write(self, run_dir: Path, cfg: config.Config, lm, tokenizer) -> Path:
+        """Writes RUN/boxes/step_N, aside first; boxes written earlier are removed. Returns the folder."""
+        step, weights, trainer_state = self.states[0]
+        folder = run_dir / "boxes" / f"step_{max(self.episodes) + 1:06d}"
+        aside = folder.with_name(folder.name + ".partial")
+        shutil.rmtree(aside, ignore_errors=True)
+        (aside / "episodes").mkdir(parents=True)
+        past = copy.deepcopy(lm).cpu()
+        past.load_state_dict(weights)
+        checkpoint.save(aside, step, past, tokenizer, trainer_state, keep=0)
+        for number, episodes in self.episodes.items():
+            (aside / "episodes" / f"step_{number:06d}.jsonl").write_text("".join(trajectories.to_json(episode) + "\n" for episode in episodes))
+        config.save(cfg, aside / "config.yaml")
+        for name in ("metrics.jsonl", "sentinel.pt"):
+            if (run_dir / name).exists():
+                shutil.copy(run_dir / name, aside / name)
+        for old in folder.parent.glob("step_??????"):
+            shutil.rmtree(old)
+        os.replace(aside, folder)
+        return folder
+
+
+def steps_of(box: Path) -> list[int]:
+    """The steps whose episodes are in the box; ValueError unless it is whole."""
+    steps = sorted(int(path.stem.removeprefix("step_")) for path in (box / "episodes").glob("step_??????.jsonl"))
+    latest = checkpoint.latest(box)
+    if latest is None or not steps or not (box / "config.yaml").is_file():
+        raise ValueError(f"--replay {box}: no crash box, it needs config.yaml, checkpoints/ and episodes/ (a run with monitor.crash_box > 0 writes one to its boxes/ when acceleration begins)")
+    first = int(latest.name.removeprefix("step_"))
+    if steps != list(range(first, first + len(steps))):
+        raise ValueError(f"--replay {box}: episodes of steps {steps} do not follow the checkpoint of step {first}: the box is damaged")
+    return steps
+
+
+def read_episodes(box: Path, step: int) -> list[Episode]:
+    return trajectories.read_episodes(box / "episodes" / f"step_{step:06d}.jsonl")
+
+
+def same_rows(original: list[dict], replayed: list[dict]) -> list[str]:
+    """Names whose values differ between the two logs, evaluation apart, which a replay does not make."""
+    by_step = {row["step"]: row for row in original}
+    return sorted({name for row in replayed for name, value in row.items() if by_step.get(row["step"], {}).get(name) != value})

@@ -1,0 +1,71 @@
+"""Episodes as JSON: exactly, to be trained on again (`to_json`, `from_json`), and with all that the recorder knows of each token (`describe`)."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+from lld.data import Question
+from lld.episode import Batch, Episode, Turn
+from lld.loss import gate_BT
+from lld.protocol import Passage
+from lld.reward import exact_match
+from lld.update import Scores
+
+
+def to_json(episode: Episode) -> str:
+    """One line that `from_json` turns into an equal episode."""
+    return json.dumps(dataclasses.asdict(episode))
+
+
+def from_json(line: str) -> Episode:
+    tree = json.loads(line)
+    question = Question(**{name: tuple(value) if isinstance(value, list) else value for name, value in tree["question"].items()})
+    turns = [Turn(**turn | {"passages": tuple(Passage(**passage) for passage in turn["passages"])}) for turn in tree["turns"]]
+    return Episode(**tree | {"question": question, "turns": turns})
+
+
+def read_episodes(path: Path) -> list[Episode]:
+    return [from_json(line) for line in path.read_text().splitlines()]
+
+
+def describe(tokenizer, step: int, episodes: list[Episode], batch: Batch, scores: Scores, rewards: list[float], rows: list[int]) -> list[dict]:
+    """One record for each of `rows`: the episode, its tokens as text, and each token's author, part, log-probabilities
+    (None where the model did not write it) and gates. The gates are those of old -> new, whatever the advantage."""
+    fall_RT = scores.old_BT[rows] - scores.new_BT[rows]
+    gates = {gate: gate_BT(fall_RT, batch.action_ids_BT[rows], gate).int().tolist() for gate in ("token", "action", "response")}
+    tables = {"sampled": batch.sampled_logprobs_BT, "old": scores.old_BT, "new": scores.new_BT, "final": scores.final_BT}
+    records = []
+    for place, row in enumerate(rows):
+        episode = episodes[row]
+        start, end = len(episode.prompt_ids), len(episode.prompt_ids) + len(episode.token_ids)
+        decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        logprobs = {
+            name: [round(value, 6) if action else None for value, action in zip(table_BT[row, start:end].tolist(), episode.action_ids)] if table_BT is not None else None
+            for name, table_BT in tables.items()
+        }
+        about = dataclasses.asdict(episode)
+        records.append(
+            {"step": step, "prompt": decode(episode.prompt_ids), "reward": rewards[row], "em": 0.0 if episode.answer is None else exact_match(episode.answer, episode.question.golden_answers)}
+            | {"advantage": float(batch.advantages_B[row]), "answer": episode.answer, "tokens": pieces(decode, episode.token_ids)}
+            | {name: about[name] for name in ("question", "sample", "stop_reason", "turns", "action_ids")}
+            | {"part_ids": batch.part_ids_BT[row, start:end].tolist()}
+            | logprobs
+            | {"gates": {gate: values[place][start:end] for gate, values in gates.items()}}
+        )
+    return records
+
+
+def pieces(decode, token_ids: list[int]) -> list[str]:
+    """The text that each token adds, spaces included; their concatenation is the text of all (a character that several
+    byte-level tokens make up together is given to the last of them)."""
+    texts, done, begin = [], "", 0
+    for end in range(1, len(token_ids) + 1):
+        text = decode(token_ids[begin:end])
+        if text.endswith("\ufffd") and end < len(token_ids):
+            texts.append("")
+            continue
+        texts.append(text[len(done) :])
+        done = text
+        if end - begin >= 32:  # a window, or the cost of a long episode is quadratic
+            begin, done = end - 1, decode(token_ids[end - 1 : end])
+    return texts

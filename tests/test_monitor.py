@@ -1,0 +1,256 @@
+"""Every recorded figure against a loop over tokens; the phases on made-up histories; the sentinel; trajectories."""
+
+import json
+import math
+
+import pytest
+import torch
+from conftest import make_lm, make_tokenizer
+from gradients import OPTIONS, make_episodes
+
+from lld import config, metrics, monitor, phases, trajectories
+from lld.episode import ANSWER, SEARCH, THINK, collate
+from lld.update import Scores
+
+ADVANTAGES_PG = torch.tensor([[1.0, -0.5, -0.5], [0.0, 0.0, 0.0], [1.1, 0.1, -1.2], [-1.0, 0.5, 0.5]])
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    """(episodes, batch, scores) of made-up episodes with made-up likelihoods before, at and after the updates."""
+    episodes = make_episodes(12, 300)
+    batch = collate(episodes, ADVANTAGES_PG, 0)
+    generator = torch.Generator().manual_seed(3)
+    written_BT = batch.action_ids_BT > 0
+    draw = lambda scale: torch.randn(batch.token_ids_BT.shape, generator=generator) * scale * written_BT
+    old_BT = -draw(1.0).abs()
+    scores = Scores(old_BT, old_BT + draw(0.1), draw(1.0).abs(), old_BT + draw(0.2), [list(range(0, 12, 2)), list(range(1, 12, 2))])
+    return episodes, batch, scores
+
+
+def naive_displacement(episodes, old_BT, new_BT, advantages_B, rows):
+    """Sums and counts in plain Python, from the episodes' own lists."""
+    sums = {}
+
+    def add(name, value):
+        total, count = sums.get(name, (0.0, 0))
+        sums[name] = (total + value, count + 1)
+
+    for row in rows:
+        episode, advantage = episodes[row], float(advantages_B[row])
+        group = "correct" if advantage > 0 else "incorrect" if advantage < 0 else "neutral"
+        offset, response, num_tokens = len(episode.prompt_ids), 0.0, 0
+        for number, turn in enumerate(episode.turns, start=1):
+            action = 0.0
+            for t in range(turn.start, turn.end):
+                delta = float(new_BT[row, offset + t]) - float(old_BT[row, offset + t])
+                part = "think" if t < turn.tag_start else turn.kind
+                add(f"displacement/{group}", delta)
+                add(f"displacement/{group}/{part}/turn{number}", delta)
+                add(f"displaced/{group}/tokens", float(delta < -1e-5))
+                action += delta
+            add(f"displacement/{group}/per_action", action)
+            add(f"displaced/{group}/actions", float(action < -1e-5 * (turn.end - turn.start)))
+            response, num_tokens = response + action, num_tokens + turn.end - turn.start
+        add(f"displacement/{group}/per_response", response)
+        add(f"displaced/{group}/responses", float(response < -1e-5 * num_tokens))
+    return {name: total / count for name, (total, count) in sums.items()}
+
+
+@pytest.mark.parametrize("rows", [list(range(12)), [1, 3, 8], [4]])
+def test_displacement_agrees_with_a_loop_over_tokens(recorded, rows):
+    episodes, batch, scores = recorded
+    found = monitor.displacement(batch, scores.old_BT, scores.new_BT, rows)
+    wanted = naive_displacement(episodes, scores.old_BT, scores.new_BT, batch.advantages_B, rows)
+    assert {name for name in found if "/q" not in name} == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name] == pytest.approx(value, abs=1e-6), name
+
+
+def test_parts_of_a_response_are_those_of_its_turns(recorded):
+    episodes, batch, _ = recorded
+    for row, episode in enumerate(episodes):
+        start = len(episode.prompt_ids)
+        wanted = [0] * start
+        for turn in episode.turns:
+            wanted += [THINK] * (turn.tag_start - turn.start) + [SEARCH if turn.kind == "search" else ANSWER] * (turn.end - turn.tag_start) + [0] * (turn.observation_end - turn.end)
+        assert batch.part_ids_BT[row, : len(wanted)].tolist() == wanted and not batch.part_ids_BT[row, len(wanted) :].any()
+
+
+def test_quantiles_are_those_of_the_class(recorded):
+    _, batch, scores = recorded
+    found = monitor.displacement(batch, scores.old_BT, scores.new_BT, list(range(12)))
+    written_BT = (batch.action_ids_BT > 0) & (batch.advantages_B > 0)[:, None]
+    delta_n = sorted((scores.new_BT - scores.old_BT)[written_BT].tolist())
+    assert [found[f"displacement/correct/q{q}"] for q in ("05", "50", "95")] == pytest.approx([delta_n[round(p * (len(delta_n) - 1))] for p in (0.05, 0.5, 0.95)])
+
+
+def test_gates_are_watched_whether_llds_is_on_or_not(recorded):
+    """Each gate by hand over the rows with A >= 0: Eqs. 4, 9 and 10."""
+    episodes, batch, scores = recorded
+    found = monitor.gates(batch, scores.old_BT, scores.new_BT, list(range(12)))
+    open_tokens, penalty, num_tokens = dict.fromkeys(("token", "action", "response"), 0), dict.fromkeys(("token", "action", "response"), 0.0), 0
+    for row, episode in enumerate(episodes):
+        if batch.advantages_B[row] < 0:
+            continue
+        offset = len(episode.prompt_ids)
+        fall = lambda t: float(scores.old_BT[row, offset + t] - scores.new_BT[row, offset + t])
+        tokens = [t for turn in episode.turns for t in range(turn.start, turn.end)]
+        whole = sum(fall(t) for t in tokens)
+        for turn in episode.turns:
+            action = sum(fall(t) for t in range(turn.start, turn.end))
+            for t in range(turn.start, turn.end):
+                num_tokens += 1
+                for gate, is_open in (("token", fall(t) > 0), ("action", action > 0), ("response", whole > 0)):
+                    open_tokens[gate] += is_open
+                    penalty[gate] += max(0.0, fall(t)) * is_open
+    for gate in open_tokens:
+        assert found[f"gate/{gate}/open"] == pytest.approx(open_tokens[gate] / num_tokens, abs=1e-6)
+        assert found[f"gate/{gate}/penalty"] == pytest.approx(penalty[gate] / num_tokens, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "gspo"])
+def test_likelihood_ratio_and_clip_agree_with_a_loop(recorded, kind):
+    _, batch, scores = recorded
+    cfg = config.from_dict(OPTIONS | {"loss": OPTIONS["loss"] | {"kind": kind}})
+    rows = list(range(12))
+    found = monitor.policy_change(batch, scores, rows, cfg)
+    ratios, clipped, entropies, new = [], 0, [], {"correct": [], "incorrect": [], "neutral": []}
+    for row in rows:
+        advantage = float(batch.advantages_B[row])
+        tokens = [t for t in range(batch.token_ids_BT.shape[1]) if batch.action_ids_BT[row, t]]
+        logs = [float(scores.new_BT[row, t] - scores.old_BT[row, t]) for t in tokens]
+        logs = [sum(logs) / len(logs)] * len(logs) if kind == "gspo" else logs
+        for t, log in zip(tokens, logs):
+            ratio = math.exp(log)
+            ratios.append(ratio)
+            clipped += (advantage > 0 and ratio > 1.2) or (advantage < 0 and ratio < 0.8)
+            entropies.append(float(scores.entropy_BT[row, t]))
+            new["correct" if advantage > 0 else "incorrect" if advantage < 0 else "neutral"].append(float(scores.new_BT[row, t]))
+    mean = lambda values: sum(values) / len(values)
+    assert [found[name] for name in ("ratio/mean", "ratio/max", "ratio/clipped", "entropy")] == pytest.approx([mean(ratios), max(ratios), clipped / len(ratios), mean(entropies)], abs=1e-6)
+    assert found["ratio/q999"] == pytest.approx(sorted(ratios)[round(0.999 * (len(ratios) - 1))])
+    for name, values in new.items():
+        assert found[f"likelihood/{name}_new"] == pytest.approx(mean(values), abs=1e-6)
+
+
+def test_first_and_second_actions_of_wrong_episodes_and_the_likelihood_by_searches(recorded):
+    """Figures 5 and 6, from the episodes themselves."""
+    episodes, batch, scores = recorded
+    found = monitor.episode_likelihoods(batch, scores.old_BT, episodes)
+    right = [episode.answer == "a" for episode in episodes]
+    assert 0 < sum(right) < 12
+    actions, rounds, matches = {1: [], 2: []}, {}, []
+    for row, episode in enumerate(episodes):
+        offset = len(episode.prompt_ids)
+        for number, turn in enumerate(episode.turns, start=1):
+            values = [float(scores.old_BT[row, offset + t]) for t in range(turn.start, turn.end)]
+            rounds.setdefault(sum(t.searched for t in episode.turns), []).extend(values)
+            if not right[row] and number <= 2:
+                actions[number] += values
+        if not right[row] and episode.turns[0].searched:
+            friends = [other for j, other in enumerate(episodes) if right[j] and other.question.id == episode.question.id]
+            if friends:
+                matches.append(any(other.turns[0].passages == episode.turns[0].passages for other in friends))
+    mean = lambda values: sum(values) / len(values)
+    assert found["wrong/first_action"] == pytest.approx(mean(actions[1]), abs=1e-6)
+    assert found["wrong/second_action"] == pytest.approx(mean(actions[2]), abs=1e-6)
+    assert matches and found["wrong/observation_match"] == mean(matches)
+    for count, values in rounds.items():
+        assert found[f"nll/searches{count}"] == pytest.approx(-mean(values), abs=1e-6)
+
+
+def test_every_recorded_name_is_in_the_glossary(recorded):
+    episodes, batch, scores = recorded
+    cfg = config.from_dict(OPTIONS)
+    names = monitor.describe(batch, scores, episodes, cfg).keys() | monitor.describe_update(batch, scores, 1, cfg).keys()
+    assert len(names) > 80 and [name for name in names if not metrics.described(name)] == []
+
+
+def test_a_row_that_is_not_finite_is_left_out(recorded):
+    episodes, batch, scores = recorded
+    new_BT = scores.new_BT.clone()
+    new_BT[0, len(episodes[0].prompt_ids)] = float("nan")
+    rest = monitor.displacement(batch, scores.old_BT, scores.new_BT, list(range(1, 12)))
+    assert monitor.displacement(batch, scores.old_BT, new_BT, list(range(12))) == pytest.approx(rest)
+
+
+def test_the_sentinel_is_scored_under_the_policy_of_the_moment(tmp_path, recorded):
+    from accelerate import Accelerator
+
+    from lld.policy import Policy
+
+    tokenizer = make_tokenizer()
+    episodes = make_episodes(12, len(tokenizer))
+    batch = collate(episodes, ADVANTAGES_PG, tokenizer.pad_token_id)
+    sentinel = monitor.choose_sentinel(batch, episodes, 2)
+    right = [row for row, episode in enumerate(episodes) if episode.answer == "a"][:2]
+    assert sentinel.names == tuple(batch.names[row] for row in right)
+    monitor.save_sentinel(tmp_path / "sentinel.pt", sentinel)
+    again = monitor.load_sentinel(tmp_path / "sentinel.pt")
+    policy = Policy(make_lm(tokenizer, scale=1.0).eval())
+    found = monitor.describe_sentinel(Accelerator(cpu=True), policy, again, config.from_dict(OPTIONS))
+    sums = []
+    for row in right:
+        ids = torch.tensor([episodes[row].prompt_ids + episodes[row].token_ids])
+        with torch.no_grad():
+            logprobs_TV = policy.lm(ids).logits[0].log_softmax(-1)
+        start = len(episodes[row].prompt_ids)
+        sums += [float(logprobs_TV[start + t - 1, token]) for t, (token, action) in enumerate(zip(episodes[row].token_ids, episodes[row].action_ids)) if action]
+    assert found["sentinel/likelihood"] == pytest.approx(sum(sums) / len(sums), abs=1e-5)
+    assert found["sentinel/displacement"] == pytest.approx(sum(sums) / len(sums) + 1.0, abs=1e-5)  # made-up episodes were sampled at -1
+
+
+def history(displacements, entropy=lambda s: 0.3, grad_norm=lambda s: 1.0, tail=lambda s: 1.2):
+    return [{"displacement/correct": d, "entropy": entropy(s), "grad_norm": grad_norm(s), "ratio/q999": tail(s)} for s, d in enumerate(displacements)]
+
+
+def test_phases_of_made_up_histories():
+    """A healthy run stays at 0; flat likelihood is 1; a steady fall 2; a growing one with a rising entropy and gradient 3."""
+    noise = [0.002 * (-1) ** s for s in range(100)]
+    assert set(phases.detect(history([0.005 + n for n in noise]))) == {0}
+    flat = phases.detect(history([0.005 + n for n in noise[:40]] + [0.0 + n for n in noise[:40]]))
+    assert flat[39] == 0 and flat[-1] == 1 and 2 not in flat
+    falling = phases.detect(history([0.005 + n for n in noise[:40]] + [-0.01 + n for n in noise[:40]]))
+    assert falling[-1] == 2 and falling.index(2) in range(42, 51)
+    dive = [0.005 + n for n in noise[:40]] + [-0.002 * 1.2**s for s in range(30)]
+    quiet, loud = history(dive), history(dive, entropy=lambda s: 0.3 if s < 40 else 0.3 * 1.03 ** (s - 40), grad_norm=lambda s: 1.0 if s < 40 else 5.0)
+    assert 3 not in phases.detect(quiet) and phases.detect(loud)[-1] == 3
+    assert phases.detect(loud)[:20] == [0] * 20
+
+
+def test_no_phase_where_nothing_is_learned():
+    """All-right groups have no advantage: there is no correct response to displace."""
+    assert set(phases.detect([{"entropy": 0.1, "grad_norm": 0.0, "ratio/q999": 1.0}] * 60)) == {0}
+
+
+def test_episodes_survive_a_round_trip_through_json():
+    for episode in make_episodes(12, 300):
+        episode.logprobs[0] = -0.1 + 0.2  # a float with all its digits
+        assert trajectories.from_json(trajectories.to_json(episode)) == episode
+
+
+def test_trajectories_hold_every_token_with_its_numbers(recorded):
+    _, batch, scores = recorded
+    tokenizer = make_tokenizer()
+    episodes = make_episodes(12, 300)
+    records = [json.loads(json.dumps(r)) for r in trajectories.describe(tokenizer, 7, episodes, batch, scores, [0.5] * 12, [0, 5])]
+    for row, record in zip((0, 5), records):
+        episode, start = episodes[row], len(episodes[row].prompt_ids)
+        assert "".join(record["tokens"]) == tokenizer.decode(episode.token_ids, skip_special_tokens=False)
+        assert len(record["tokens"]) == len(record["new"]) == len(record["gates"]["action"]) == len(episode.token_ids)
+        for t, action in enumerate(episode.action_ids):
+            assert record["final"][t] == (pytest.approx(float(scores.final_BT[row, start + t]), abs=1e-6) if action else None)
+            fall = float(scores.old_BT[row, start + t] - scores.new_BT[row, start + t])
+            assert record["gates"]["token"][t] == int(action > 0 and fall > 0)
+        assert record["advantage"] == pytest.approx(float(batch.advantages_B[row])) and record["step"] == 7
+
+
+def test_pieces_of_text_add_up_to_the_text():
+    """Characters of several byte-level tokens, and more tokens than the decoding window."""
+    tokenizer = make_tokenizer()
+    text = "<search> naïve 北京 😀 </search> " * 9
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    decode = lambda some: tokenizer.decode(some, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    texts = trajectories.pieces(decode, ids)
+    assert len(texts) == len(ids) and "".join(texts) == decode(ids)
