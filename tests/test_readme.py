@@ -35,7 +35,7 @@ def test_every_config_is_named_and_every_config_named_loads():
         config.load(str(ROOT / "configs" / f"{name}.yaml"))
 
 
-@pytest.mark.parametrize("option", sorted(set(re.findall(r"`(?:[\w.]+ )*?((?:run|model|rollout|loss|optim|eval|retriever)\.(?!py\b)\w+)\b", README))))
+@pytest.mark.parametrize("option", sorted(set(re.findall(r"`(?:[\w.]+ )*?((?:run|model|rollout|loss|optim|eval|retriever|monitor)\.(?!py\b)\w+)\b", README))))
 def test_every_option_it_names_exists(option):
     section, name = option.split(".")
     assert hasattr(getattr(config.Config(), section), name)

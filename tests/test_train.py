@@ -271,7 +271,7 @@ def test_a_retriever_that_is_down_is_named_before_work_starts(folder, capsys):
 def test_a_crash_box_replays_bit_for_bit_and_shows_another_loss(folder, capsys, monkeypatch):
     """Unchanged options give the original's every number; with LLDS on the first replayed update still agrees, later ones do not."""
     monkeypatch.setattr(train.phases.Detector, "update", lambda self, row: 3 if row["step"] >= 3 else 0)
-    config = write_config(folder, "boxed", eval={"every": 0}, run={"dir": str(folder / "boxed"), "steps": 4, "save_every": 50}, loss={"lld_weight": 0.0}, monitor={"crash_box": 1})
+    config = write_config(folder, "boxed", eval={"every": 0}, run={"dir": str(folder / "boxed"), "steps": 4, "save_every": 50}, loss={"lld_weight": 0.0, "lld_lag_steps": 0}, monitor={"crash_box": 1})
     assert train.main(["--config", str(config)]) == 0
     box = folder / "boxed" / "boxes" / "step_000004"
     assert "phase 3 (acceleration) begins" in (folder / "boxed" / "warnings.log").read_text()
@@ -284,7 +284,7 @@ def test_a_crash_box_replays_bit_for_bit_and_shows_another_loss(folder, capsys, 
     assert train.main(["--replay", str(box), "loss.lld_weight=5.0"]) == 0
     changed = rows(box / "replays" / "lld_weight=5.0")
     assert changed[0]["likelihood/correct_old"] == originals[0]["likelihood/correct_old"] and changed[1]["likelihood/correct_old"] != originals[1]["likelihood/correct_old"]
-    assert "rollout.max_turns cannot be changed" in refused_replay(capsys, box, "rollout.max_turns=2")
+    assert "rollout.max_turns cannot be changed" in refused_replay(capsys, box, "rollout.max_turns=1")
     (box / "episodes" / "step_000002.jsonl").unlink()
     assert "the box is damaged" in refused_replay(capsys, box)
     assert "no crash box" in refused_replay(capsys, folder)
