@@ -5,10 +5,7 @@ import copy
 import dataclasses
 import json
 import os
-import shutil
-import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +13,6 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
-import transformers
-import yaml
 from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
 from tqdm import tqdm
@@ -37,8 +32,6 @@ from lld.rollout import check_prompts, rollout
 from lld.tools import RetrieverError, check_health, make_search
 from lld.update import learning_rate, score_batch, update_policy
 
-RESUMABLE = ("run.dir", "run.steps", "run.save_every", "run.keep_checkpoints", "run.trackers", "optim.micro_batch_size", "rollout.num_slots", "retriever.url", "retriever.timeout_s", "retriever.retries")
-
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -51,7 +44,7 @@ def main(argv: list[str]) -> int:
         if (args.config is None) == (args.replay is None) or (args.replay and args.resume):
             raise ValueError("give either --config CONFIG, or --replay BOX without --resume")
         if args.replay:
-            return train(replay_options(args.replay, args.overrides), False, args.replay)
+            return train(crashbox.replay_options(args.replay, args.overrides), False, args.replay)
         return train(config.load(args.config, args.overrides), args.resume)
     except ValueError as error:  # the user's; everything else is ours and keeps its traceback
         print(f"train.py: {error}", file=sys.stderr)
@@ -59,58 +52,6 @@ def main(argv: list[str]) -> int:
     except RetrieverError as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 3
-
-
-def replay_options(box: Path, overrides: list[str]) -> config.Config:
-    """The options of the boxed run with `overrides`, for a run of its steps into BOX/replays."""
-    steps = crashbox.steps_of(box)
-    name = "_".join(override.partition(".")[2] for override in overrides).replace("/", "-") or "unchanged"
-    cfg = config.load(str(box / "config.yaml"), [*overrides, f"run.dir={box}/replays/{name}", f"run.steps={steps[-1] + 1}", "eval.every=0", "eval.at_start=false", "run.trackers=[]", "monitor.crash_box=0"])
-    before, now = config.to_dict(config.load(str(box / "config.yaml"))), config.to_dict(cfg)
-    changed = [f"{section}.{option}" for section in ("data", "model", "rollout", "retriever", "tinyworld") for option in now[section] if now[section][option] != before[section][option]]
-    if changed:
-        raise ValueError(f"--replay: {changed[0]} cannot be changed, the box's episodes were played with the other value; loss, advantage, reward, optim and monitor can")
-    return cfg
-
-
-class Timed:
-    """A search function that knows how long it has run."""
-
-    def __init__(self, search):
-        self.search, self.seconds = search, 0.0
-
-    def __call__(self, queries: list[str]):
-        start = time.perf_counter()
-        try:
-            return self.search(queries)
-        finally:
-            self.seconds += time.perf_counter() - start
-
-    def reset(self) -> float:
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
-
-
-class Clock:
-    """Seconds of the phases of one step."""
-
-    def __init__(self):
-        self.start = self.last = time.perf_counter()
-        self.laps: dict[str, float] = {}
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.laps[name], self.last = now - self.last, now
-
-    def row(self, search_s: float, episodes: list[Episode], num_processes: int, trained_tokens: int) -> dict[str, float]:
-        sampled = sum(episode.num_model_tokens for episode in episodes)
-        return {
-            **{f"time/{name}_s": seconds for name, seconds in self.laps.items()},
-            "time/search_s": search_s,
-            "time/step_s": self.last - self.start,
-            "speed/sampled_tokens_per_s": sampled / num_processes / self.laps["rollout"],
-            "speed/trained_tokens_per_s": trained_tokens / self.laps["update"],
-        }
 
 
 @dataclass
@@ -122,7 +63,7 @@ class Parts:
     tokenizer: PreTrainedTokenizerBase
     questions: list[Question]
     held_out: dict[str, list[Question]]
-    search: Timed
+    search: metrics.Timed
     policy: torch.nn.Module
     lm: torch.nn.Module
     reference: torch.nn.Module | None
@@ -143,7 +84,7 @@ def train(cfg: config.Config, resume: bool, box: Path | None = None) -> int:
     row = evaluate(parts, cfg, 0) if cfg.eval.at_start and first_step == 0 else {}
     steps = tqdm(range(first_step, cfg.run.steps), desc="training", initial=first_step, total=cfg.run.steps, disable=not accelerator.is_main_process)
     for step in steps:
-        clock = Clock()
+        clock = metrics.Clock()
         episodes, failure = play(parts, cfg, step) if box is None else (crashbox.read_episodes(box, step), None)
         if failure:
             return stop(parts, cfg, step, f"{failure}\nNothing was trained on the failed search.", 3)
@@ -180,11 +121,11 @@ def train(cfg: config.Config, resume: bool, box: Path | None = None) -> int:
     accelerator.end_training()
     if accelerator.is_main_process:
         plot_run([run_dir] if box is None else [box, run_dir], run_dir / "figure.png")
-        print(f"{run_dir}: metrics.jsonl, figure.png and checkpoints/ hold the run" if box is None else compare(box, run_dir))
+        print(f"{run_dir}: metrics.jsonl, figure.png and checkpoints/ hold the run" if box is None else crashbox.compare(box, run_dir))
     return 0
 
 
-def learn(parts: Parts, cfg: config.Config, step: int, episodes: list[Episode], clock: Clock) -> tuple[dict, list[dict], Batch]:
+def learn(parts: Parts, cfg: config.Config, step: int, episodes: list[Episode], clock: metrics.Clock) -> tuple[dict, list[dict], Batch]:
     """Trains on the episodes of a step; returns its row of metrics, a row for each optimizer step, and the batch."""
     accelerator = parts.accelerator
     rewards = score_episodes(episodes, parts.tokenizer, cfg.reward)
@@ -208,11 +149,9 @@ def learn(parts: Parts, cfg: config.Config, step: int, episodes: list[Episode], 
     row |= metrics.summarize_updates(update_rows) | monitor.describe(batch, scores, episodes, cfg)
     update_rows = [{"step": step, "update": u} | update_row | monitor.describe_update(batch, scores, u, cfg) for u, update_row in enumerate(update_rows)]
     if due(step, cfg.monitor.trajectories_every) and accelerator.is_main_process:
-        rows = list(range(min(len(episodes), cfg.monitor.trajectories_questions * cfg.rollout.group_size)))
-        records = trajectories.describe(parts.tokenizer, step, episodes, batch, scores, rewards, rows)
-        path = Path(cfg.run.dir) / "trajectories" / f"step_{step:06d}.jsonl"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        rows = range(min(len(episodes), cfg.monitor.trajectories_questions * cfg.rollout.group_size))
+        records = trajectories.describe(parts.tokenizer, step, episodes, batch, scores, rewards, list(rows))
+        trajectories.write(Path(cfg.run.dir) / "trajectories" / f"step_{step:06d}.jsonl", records)
     clock.lap("monitor")
     return row, update_rows, batch
 
@@ -242,13 +181,6 @@ def warn(parts: Parts, cfg: config.Config, row: dict) -> int:
     return row["phase"]
 
 
-def compare(box: Path, run_dir: Path) -> str:
-    """What a replay has to say for itself."""
-    different = crashbox.same_rows(metrics.read_rows(box / "metrics.jsonl"), metrics.read_rows(run_dir / "metrics.jsonl"))
-    verdict = "every logged value equals the original, bit for bit" if not different else f"{len(different)} logged values differ from the original's, {', '.join(different[:4])} among them"
-    return f"{run_dir}: {verdict}; figure.png shows both"
-
-
 def build(cfg: config.Config, resume: bool, box: Path | None = None) -> tuple[Parts, int]:
     """Opens and checks everything before any work starts; returns it with the step to start from."""
     check_launch()
@@ -257,7 +189,7 @@ def build(cfg: config.Config, resume: bool, box: Path | None = None) -> tuple[Pa
     accelerator = Accelerator(mixed_precision=mixed_precision, log_with=list(cfg.run.trackers) or None, project_dir=run_dir, cpu=not on_gpu)
     torch.use_deterministic_algorithms(cfg.run.deterministic, warn_only=True)
     set_seed(cfg.run.seed)  # episodes and data order have their own generators; this is for anything a model may draw
-    check_run_dir(run_dir, cfg, resume)
+    checkpoint.check_run_dir(run_dir, cfg, resume)
     if cfg.tinyworld.dir is not None:
         with accelerator.main_process_first():
             tinyworld.prepare(cfg.tinyworld, cfg.rollout, cfg.retriever.topk)
@@ -265,7 +197,7 @@ def build(cfg: config.Config, resume: bool, box: Path | None = None) -> tuple[Pa
     if resumed is not None:
         checkpoint.check(resumed)
     tokenizer = load_tokenizer(cfg.model)
-    questions, held_out, search = ([], {}, Timed(None)) if box else open_world(cfg, tokenizer)
+    questions, held_out, search = ([], {}, metrics.Timed(None)) if box else open_world(cfg, tokenizer)
 
     lm = load_lm(cfg.model if resumed is None else dataclasses.replace(cfg.model, path=str(resumed)))
     check_fit(lm, tokenizer, cfg.rollout.max_episode_tokens)
@@ -284,7 +216,7 @@ def build(cfg: config.Config, resume: bool, box: Path | None = None) -> tuple[Pa
         first_step, snapshots = state["num_steps"], state["snapshots"]
     policy, optimizer = accelerator.prepare(policy, optimizer)
     if accelerator.is_main_process:
-        begin_run(run_dir, cfg, first_step)
+        checkpoint.begin_run(run_dir, cfg, first_step)
     if cfg.run.trackers:
         accelerator.init_trackers("lld", config={f"{s}.{k}": str(v) for s, options in config.to_dict(cfg).items() for k, v in options.items()})
     parts = Parts(accelerator, tokenizer, questions, held_out, search, policy, accelerator.unwrap_model(policy).lm, reference, anchor, optimizer, snapshots, phases.Detector())
@@ -292,7 +224,7 @@ def build(cfg: config.Config, resume: bool, box: Path | None = None) -> tuple[Pa
     return parts, first_step
 
 
-def open_world(cfg: config.Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Question], dict[str, list[Question]], Timed]:
+def open_world(cfg: config.Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Question], dict[str, list[Question]], metrics.Timed]:
     """Training questions, held-out questions and the search tool, each checked."""
     questions = load_questions(cfg.data.train, split=cfg.data.train_split, sources=cfg.data.train_sources)
     held_out = {name: load_benchmark(cfg, name)[: cfg.eval.max_questions] for name in cfg.eval.during_training} if cfg.eval.every else {}
@@ -301,7 +233,7 @@ def open_world(cfg: config.Config, tokenizer: PreTrainedTokenizerBase) -> tuple[
     protocol.check_observation_budget(tokenizer, cfg.retriever.topk, cfg.rollout.max_observation_tokens)
     if cfg.retriever.url is not None:
         check_health(cfg.retriever.url, cfg.retriever.timeout_s)
-    return questions, held_out, Timed(make_search(cfg.retriever))
+    return questions, held_out, metrics.Timed(make_search(cfg.retriever))
 
 
 def remember(parts: Parts, cfg: config.Config, folder: Path, first_step: int) -> None:
@@ -415,34 +347,6 @@ def check_launch() -> None:
     """Raises ValueError where accelerate's launcher was asked for several CPU processes and started only this one."""
     if os.environ.get("ACCELERATE_USE_CPU") == "True" and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
         raise ValueError("`accelerate launch --cpu --num_processes N` starts one process only unless MPI is installed; use `torchrun --standalone --nproc_per_node N train.py …`")
-
-
-def check_run_dir(run_dir: Path, cfg: config.Config, resume: bool) -> None:
-    """Raises ValueError where a new run would overwrite an old one, or a resumed one has other options."""
-    log = run_dir / "config.yaml"
-    if not resume:
-        if log.exists():
-            raise ValueError(f"run.dir = {run_dir} already holds a run: continue it with --resume, or choose another run.dir, or delete the folder")
-        return
-    if not log.exists():
-        raise ValueError(f"--resume: run.dir = {run_dir} holds no run")
-    before, now = yaml.safe_load(log.read_text()), config.to_dict(cfg)
-    for section, options in now.items():
-        for name, value in options.items():
-            if f"{section}.{name}" not in RESUMABLE and before.get(section, {}).get(name) != value:
-                raise ValueError(f"--resume: {section}.{name} was {before.get(section, {}).get(name)!r} and is {value!r} now; a resumed run keeps its options (free to change: {', '.join(RESUMABLE)})")
-
-
-def begin_run(run_dir: Path, cfg: config.Config, first_step: int) -> None:
-    """Writes what is run, and drops rows of steps that will be repeated."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    config.save(cfg, run_dir / "config.yaml")
-    git = shutil.which("git")
-    commit = subprocess.run([git, "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() if git else ""
-    about = {"commit": commit, "torch": torch.__version__, "transformers": transformers.__version__, "python": sys.version.split()[0]}
-    (run_dir / "run.json").write_text(json.dumps(about, indent=1))
-    for name in ("metrics.jsonl", "updates.jsonl", "timings.jsonl"):
-        metrics.truncate_rows(run_dir / name, first_step)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,19 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
+import transformers
+import yaml
+
+from lld import config, metrics
+
+# Options that a resumed run may change.
+RESUMABLE = ("run.dir", "run.steps", "run.save_every", "run.keep_checkpoints", "run.trackers", "optim.micro_batch_size", "rollout.num_slots", "retriever.url", "retriever.timeout_s", "retriever.retries")
+
 
 
 def folder_of(run_dir: str | Path, num_steps: int) -> Path:
@@ -93,3 +103,31 @@ def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
+
+
+def check_run_dir(run_dir: Path, cfg: config.Config, resume: bool) -> None:
+    """Raises ValueError where a new run would overwrite an old one, or a resumed one has other options."""
+    log = run_dir / "config.yaml"
+    if not resume:
+        if log.exists():
+            raise ValueError(f"run.dir = {run_dir} already holds a run: continue it with --resume, or choose another run.dir, or delete the folder")
+        return
+    if not log.exists():
+        raise ValueError(f"--resume: run.dir = {run_dir} holds no run")
+    before, now = yaml.safe_load(log.read_text()), config.to_dict(cfg)
+    for section, options in now.items():
+        for name, value in options.items():
+            if f"{section}.{name}" not in RESUMABLE and before.get(section, {}).get(name) != value:
+                raise ValueError(f"--resume: {section}.{name} was {before.get(section, {}).get(name)!r} and is {value!r} now; a resumed run keeps its options (free to change: {', '.join(RESUMABLE)})")
+
+
+def begin_run(run_dir: Path, cfg: config.Config, first_step: int) -> None:
+    """Writes what is run, and drops rows of steps that will be repeated."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    config.save(cfg, run_dir / "config.yaml")
+    git = shutil.which("git")
+    commit = subprocess.run([git, "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() if git else ""
+    about = {"commit": commit, "torch": torch.__version__, "transformers": transformers.__version__, "python": sys.version.split()[0]}
+    (run_dir / "run.json").write_text(json.dumps(about, indent=1))
+    for name in ("metrics.jsonl", "updates.jsonl", "timings.jsonl"):
+        metrics.truncate_rows(run_dir / name, first_step)

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Callable
 
-from lld import checkpoint, config, trajectories
+from lld import checkpoint, config, metrics, trajectories
 from lld.episode import Episode
 
 
@@ -78,3 +78,22 @@ def same_rows(original: list[dict], replayed: list[dict]) -> list[str]:
     """Names whose values differ between the two logs, evaluation apart, which a replay does not make."""
     by_step = {row["step"]: row for row in original}
     return sorted({name for row in replayed for name, value in row.items() if by_step.get(row["step"], {}).get(name) != value})
+
+
+def replay_options(box: Path, overrides: list[str]) -> config.Config:
+    """The options of the boxed run with `overrides`, for a run of its steps into BOX/replays."""
+    steps = steps_of(box)
+    name = "_".join(override.partition(".")[2] for override in overrides).replace("/", "-") or "unchanged"
+    cfg = config.load(str(box / "config.yaml"), [*overrides, f"run.dir={box}/replays/{name}", f"run.steps={steps[-1] + 1}", "eval.every=0", "eval.at_start=false", "run.trackers=[]", "monitor.crash_box=0"])
+    before, now = config.to_dict(config.load(str(box / "config.yaml"))), config.to_dict(cfg)
+    changed = [f"{section}.{option}" for section in ("data", "model", "rollout", "retriever", "tinyworld") for option in now[section] if now[section][option] != before[section][option]]
+    if changed:
+        raise ValueError(f"--replay: {changed[0]} cannot be changed, the box's episodes were played with the other value; loss, advantage, reward, optim and monitor can")
+    return cfg
+
+
+def compare(box: Path, run_dir: Path) -> str:
+    """What a replay has to say for itself."""
+    different = same_rows(metrics.read_rows(box / "metrics.jsonl"), metrics.read_rows(run_dir / "metrics.jsonl"))
+    verdict = "every logged value equals the original, bit for bit" if not different else f"{len(different)} logged values differ from the original's, {', '.join(different[:4])} among them"
+    return f"{run_dir}: {verdict}; figure.png shows both"

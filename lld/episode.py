@@ -7,7 +7,6 @@ import torch
 from lld.data import Question
 from lld.protocol import Passage
 
-
 THINK, SEARCH, ANSWER = 1, 2, 3  # parts of a response
 
 

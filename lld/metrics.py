@@ -7,6 +7,7 @@
 import fnmatch
 import json
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -175,3 +176,43 @@ def truncate_rows(path: Path, num_steps: int) -> None:
     aside = path.with_suffix(".partial")
     aside.write_text("".join(line + "\n" for line in kept))
     os.replace(aside, path)
+
+
+class Timed:
+    """A search function that knows how long it has run."""
+
+    def __init__(self, search):
+        self.search, self.seconds = search, 0.0
+
+    def __call__(self, queries: list[str]):
+        start = time.perf_counter()
+        try:
+            return self.search(queries)
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    def reset(self) -> float:
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
+class Clock:
+    """Seconds of the phases of one step."""
+
+    def __init__(self):
+        self.start = self.last = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name], self.last = now - self.last, now
+
+    def row(self, search_s: float, episodes: list[Episode], num_processes: int, trained_tokens: int) -> dict[str, float]:
+        sampled = sum(episode.num_model_tokens for episode in episodes)
+        return {
+            **{f"time/{name}_s": seconds for name, seconds in self.laps.items()},
+            "time/search_s": search_s,
+            "time/step_s": self.last - self.start,
+            "speed/sampled_tokens_per_s": sampled / num_processes / self.laps["rollout"],
+            "speed/trained_tokens_per_s": trained_tokens / self.laps["update"],
+        }

@@ -55,6 +55,11 @@ def describe(tokenizer, step: int, episodes: list[Episode], batch: Batch, scores
     return records
 
 
+def write(path: Path, records: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
 def pieces(decode, token_ids: list[int]) -> list[str]:
     """The text that each token adds, spaces included; their concatenation is the text of all (a character that several
     byte-level tokens make up together is given to the last of them)."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import make_lm, make_tokenizer
+from conftest import make_lm
 
 from lld.engine import Engine, _chunks, sample_tokens
 from lld.policy import Policy

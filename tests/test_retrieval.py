@@ -15,8 +15,8 @@ import faiss
 import numpy as np
 import pytest
 import torch
-
 from conftest import SHARED
+
 from lld import retrieval
 from lld.config import Retriever
 from lld.retrieval import BM25Search, Corpus, Encoder, build_bm25, build_index, encoder_style, open_retriever
