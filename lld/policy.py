@@ -1,6 +1,6 @@
 """The Hugging Face model: load it, and the log-probability and entropy of every token of a batch.
 
-The only causal shift of the project is in `Policy.forward`.
+The only causal shift of the project is in `Policy.states`.
 """
 
 import torch
@@ -80,8 +80,17 @@ class Policy(nn.Module):
         """Log-probability and entropy of every scored token given all tokens before it, (B, T) each in float32, else 0.
 
         Entry t describes token t. `scored_BT` is True on the tokens the model wrote; only for those the vocabulary is
-        visited, in chunks whose logits are recomputed in the backward pass. Rows are packed: padding, and whatever
-        follows a row's last scored token, is not computed.
+        visited, in chunks whose logits are recomputed in the backward pass. A model in float64 gives float64.
+        """
+        states_NC, targets_N = self.states(token_ids_BT, scored_BT)
+        logprob_N, entropy_N = token_scores(states_NC, self.lm.get_output_embeddings(), targets_N, temperature, entropy_gradient)
+        zeros_BT = torch.zeros(token_ids_BT.shape, dtype=logprob_N.dtype, device=token_ids_BT.device)
+        return zeros_BT.masked_scatter(scored_BT, logprob_N), zeros_BT.masked_scatter(scored_BT, entropy_N)
+
+    def states(self, token_ids_BT, scored_BT):
+        """The last hidden states (N, C) that predict the scored tokens, and these tokens (N,), row by row.
+
+        Rows are packed: padding, and whatever follows a row's last scored token, is not computed.
         """
         position_T = torch.arange(token_ids_BT.shape[1], device=token_ids_BT.device)
         lengths_B = (scored_BT * position_T).amax(1)  # the last scored token is predicted, not read
@@ -91,17 +100,15 @@ class Policy(nn.Module):
             token_ids_BT[read_BT][None], position_ids=position_T.expand_as(read_BT)[read_BT][None], use_cache=False, row_lengths=attention.row_lengths(lengths_B[lengths_B > 0])
         ).last_hidden_state[0]
         predicts_BT = torch.nn.functional.pad(scored_BT[:, 1:], (0, 1))  # the state before token t predicts token t
-        targets_N = token_ids_BT[:, 1:][scored_BT[:, 1:]]
-        logprob_N, entropy_N = token_scores(hidden_NC[predicts_BT[read_BT]], self.lm.get_output_embeddings(), targets_N, temperature, entropy_gradient)
-        zeros_BT = torch.zeros(token_ids_BT.shape, device=token_ids_BT.device)
-        return zeros_BT.masked_scatter(scored_BT, logprob_N), zeros_BT.masked_scatter(scored_BT, entropy_N)
+        return hidden_NC[predicts_BT[read_BT]], token_ids_BT[:, 1:][scored_BT[:, 1:]]
 
 
 def token_scores(hidden_NC: torch.Tensor, head: nn.Module, targets_N: torch.Tensor, temperature: float, entropy_gradient: bool):
     """Log-probability of each target and entropy of its distribution, (N,) each, with the logits of one chunk in memory."""
 
     def chunk_scores(hidden_nC, targets_n):
-        logits_nV = head(hidden_nC).float() / temperature
+        logits_nV = head(hidden_nC)
+        logits_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32)) / temperature
         normalizer_n = logits_nV.logsumexp(-1)
         logprob_n = logits_nV.gather(-1, targets_n[:, None])[:, 0] - normalizer_n
         with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
