@@ -38,7 +38,7 @@ from lld.policy import Policy, check_fit, eos_ids, load_lm, load_tokenizer, toke
 from lld.reward import score_episodes
 from lld.rollout import Search, check_prompts, rollout
 from lld.tools import RetrieverError, make_search
-from lld.update import loss_of, minibatch_counts, select, update_policy
+from lld.update import loss_of, minibatch_counts, score_batch, select, update_policy
 
 CHUNK = 256  # tokens whose residuals over the vocabulary are in memory at once, twice
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -200,10 +200,10 @@ def displace_each(accelerator: Accelerator, policy, groups: list[Group], cfg: Co
     """
     kept, bars = copy.deepcopy(policy.state_dict()), []
     for group in groups:
-        stepper = OPTIMIZERS[optimizer](policy.parameters(), lr=lr)
-        _, scores = update_policy(accelerator, policy, None, stepper, group.batch, policy_term_alone(cfg), beta=1.0, rescore=True)
+        _, scores = update_policy(accelerator, policy, None, OPTIMIZERS[optimizer](policy.parameters(), lr=lr), group.batch, policy_term_alone(cfg), beta=1.0)
+        final_BT = score_batch(accelerator, policy, group.batch, cfg)
         policy.load_state_dict(kept)
-        change_R = (scores.final_BT - scores.old_BT)[group.right].double().sum(1)
+        change_R = (final_BT - scores.old_BT)[group.right].double().sum(1)
         question = group.episodes[0].question
         num_tokens = int((group.batch.action_ids_BT[group.right] > 0).sum())
         bars.append({"question": question.id, "text": question.text, "num_right": len(group.right), "delta": float(change_R.mean()), "delta_per_token": float(change_R.sum()) / num_tokens})
