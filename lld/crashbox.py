@@ -96,4 +96,4 @@ def compare(box: Path, run_dir: Path) -> str:
     """What a replay has to say for itself."""
     different = same_rows(metrics.read_rows(box / "metrics.jsonl"), metrics.read_rows(run_dir / "metrics.jsonl"))
     verdict = "every logged value equals the original, bit for bit" if not different else f"{len(different)} logged values differ from the original's, {', '.join(different[:4])} among them"
-    return f"{run_dir}: {verdict}; figure.png shows both"
+    return f"{run_dir}: {verdict}; report.html shows both"

@@ -1,10 +1,9 @@
-"""A run folder -> figures.
+"""Run folders -> figures.
 
-    python -m lld.report RUN [RUN ...]     # writes RUN/figure.png, of the first run, with all of them overlaid
+    python -m lld.report RUN [RUN ...]     # writes RUN/report.html and RUN/figure.png, of the first run, with all of them overlaid
 """
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -15,9 +14,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullFormatter
 
+from lld.page import TRAJECTORIES_MB, write_page
+from lld.runs import WINDOW, labels, read_metrics, running_mean, series
+
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe & Ito 2008, told apart by colour-blind readers
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-WINDOW = 10  # steps of the running mean
 
 # (title, unit, name -> line style, logarithmic). Names are those of metrics.GLOSSARY.
 PANELS = (
@@ -29,42 +30,6 @@ PANELS = (
     ("Searches", "per question", {"searches": "-"}, False),
 )
 STYLE_LABELS = {"likelihood/correct_new": "correct", "likelihood/incorrect_new": "incorrect"}
-
-
-def read_metrics(run_dir: str | Path) -> list[dict]:
-    """The rows of RUN/metrics.jsonl in order of steps; a last line still being written is left out."""
-    path = Path(run_dir) / "metrics.jsonl"
-    if not path.is_file():
-        raise ValueError(f"no {path}: give the folder of a run (option run.dir)")
-    rows = []
-    for number, line in enumerate(path.read_text().split("\n")[:-1], start=1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} line {number} is damaged ({error}): delete the line") from None
-    if not rows:
-        raise ValueError(f"{path} has no rows yet: wait for the first step")
-    return rows
-
-
-def series(rows: Sequence[dict], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of the rows that have a finite number under `name`."""
-    pairs = [(row["step"], row[name]) for row in rows if isinstance(row.get(name), (int, float)) and math.isfinite(row[name])]
-    return [step for step, _ in pairs], [value for _, value in pairs]
-
-
-def running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
-    """The mean of each value and the up to `window` - 1 before it: nothing from the future, so a collapse is not drawn early."""
-    return [sum(values[max(0, i + 1 - window) : i + 1]) / len(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
-
-
-def _labels(run_dirs: Sequence[Path]) -> list[str]:
-    """The folders' names, with as many of their parents as tell them apart."""
-    parts = [path.resolve().parts for path in run_dirs]
-    depth = 1
-    while depth < max(map(len, parts)) and len({path[-depth:] for path in parts}) < len(set(parts)):
-        depth += 1
-    return ["/".join(path[-depth:]) for path in parts]
 
 
 def _draw_line(ax: Axes, steps: list[int], values: list[float], color: str, style: str) -> None:
@@ -129,23 +94,28 @@ def plot_run(run_dirs: Sequence[str | Path], path: str | Path) -> None:
         ax.spines[["top", "right"]].set_visible(False)
     for ax in figure.axes[-3:]:
         ax.set_xlabel("step", fontsize=9)
-    labels = [Line2D([], [], color=color, linewidth=2.5, label=label) for color, label in zip(COLORS, _labels([Path(run_dir) for run_dir in run_dirs]))]
-    labels.append(Line2D([], [], color="#555", linewidth=0.6, alpha=0.6, label=f"each step (bold: mean of the last {WINDOW})"))
-    figure.legend(handles=labels, loc="outside upper left", ncols=len(labels), frameon=False, fontsize=9)
+    run_entries = [Line2D([], [], color=color, linewidth=2.5, label=label) for color, label in zip(COLORS, labels([Path(run_dir) for run_dir in run_dirs]))]
+    run_entries.append(Line2D([], [], color="#555", linewidth=0.6, alpha=0.6, label=f"each step (bold: mean of the last {WINDOW})"))
+    figure.legend(handles=run_entries, loc="outside upper left", ncols=len(run_entries), frameon=False, fontsize=9)
     figure.align_ylabels()
     figure.savefig(path)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="lld.report", description="Draws RUN/figure.png from the metrics of one or more runs.")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders (option run.dir)")
-    runs = parser.parse_args(argv).runs
+    parser = argparse.ArgumentParser(prog="lld.report", description="Draws RUN/report.html, one self-contained page, and RUN/figure.png from the logs of one or more runs.")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders (option run.dir); the first receives the files")
+    parser.add_argument("--to", type=Path, help="folder that receives the files instead")
+    parser.add_argument("--trajectories-mb", type=float, default=TRAJECTORIES_MB, help=f"room on the page for trajectories; steps in between are left out beyond it (default {TRAJECTORIES_MB})")
+    args = parser.parse_args(argv)
+    folder = args.to or args.runs[0]
     try:
-        plot_run(runs, runs[0] / "figure.png")
+        write_page(args.runs, folder / "report.html", args.trajectories_mb)
+        if len(args.runs) <= len(COLORS):
+            plot_run(args.runs, folder / "figure.png")
     except ValueError as error:
         print(f"lld.report: {error}", file=sys.stderr)
         return 2
-    print(f"written to {runs[0] / 'figure.png'}")
+    print(f"written to {folder / 'report.html'}" + (f" and {folder / 'figure.png'}" if len(args.runs) <= len(COLORS) else f" (no figure.png: it holds at most {len(COLORS)} runs)"))
     return 0
 
 

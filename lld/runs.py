@@ -1,0 +1,161 @@
+"""Run folders, read back: rows of the logs, options, what differs between runs and how each came out."""
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from lld.config import Config, to_dict
+
+WINDOW = 10  # steps of the running mean
+SURGE_RATIO, SURGE_WIDTH, SURGE_BEFORE = 5.0, 5, 50  # a gradient surge: 5 steps' median above 5 times that of up to 50 steps before
+HELD, FELL = 0.75, 0.5  # last running-mean reward as a share of the best: at least 0.75 held, below 0.5 collapsed
+SETTING_SECTIONS = ("model", "data", "rollout", "reward", "advantage", "loss", "optim", "retriever", "tinyworld")
+
+
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a JSONL log; a last line still being written is left out. Raises ValueError for a damaged one."""
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):  # not splitlines: U+2028 may stand inside a string
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} line {number} is damaged ({error}): delete the line") from None
+    return rows
+
+
+def read_metrics(run_dir: str | Path) -> list[dict]:
+    """The rows of RUN/metrics.jsonl in order of steps; a last line still being written is left out."""
+    path = Path(run_dir) / "metrics.jsonl"
+    if not path.is_file():
+        raise ValueError(f"no {path}: give the folder of a run (option run.dir)")
+    rows = read_rows(path)
+    if not rows:
+        raise ValueError(f"{path} has no rows yet: wait for the first step")
+    return rows
+
+
+def is_number(value) -> bool:
+    """Whether a logged value can be drawn."""
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def series(rows: Sequence[dict], name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of the rows that have a finite number under `name`."""
+    pairs = [(row["step"], row[name]) for row in rows if is_number(row.get(name))]
+    return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
+    """The mean of each value and the up to `window` - 1 before it: nothing from the future, so a collapse is not drawn early."""
+    return [sum(values[max(0, i + 1 - window) : i + 1]) / len(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
+
+
+def labels(run_dirs: Sequence[Path]) -> list[str]:
+    """The folders' names, with as many of their parents as tell them apart."""
+    parts = [Path(path).resolve().parts for path in run_dirs]
+    depth = 1
+    while depth < max(map(len, parts)) and len({path[-depth:] for path in parts}) < len(set(parts)):
+        depth += 1
+    return ["/".join(path[-depth:]) for path in parts]
+
+
+def _flat(tree: dict) -> dict:
+    return {f"{section}.{name}": value for section, options in tree.items() if isinstance(options, dict) for name, value in options.items()}
+
+
+def read_options(run_dir: str | Path) -> dict:
+    """`section.option` -> value of RUN/config.yaml; empty where the file is missing."""
+    path = Path(run_dir) / "config.yaml"
+    tree = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return _flat(tree) if isinstance(tree, dict) else {}
+
+
+def differences(options: Sequence[dict]) -> dict[str, list]:
+    """Options whose values differ between the runs -> a value a run (None where a run does not have it); `run.dir` aside.
+
+    For one run: the options that depart from the defaults, as (value, default).
+    """
+    if len(options) == 1:
+        options = [options[0], _flat(to_dict(Config()))]
+        names = [name for name in options[0] if name in options[1]]
+    else:
+        names = list(dict.fromkeys(name for some in options for name in some))
+    table = {name: [some.get(name) for some in options] for name in names if name != "run.dir"}
+    return {name: values for name, values in table.items() if any(value != values[0] for value in values)}
+
+
+def method(options: dict) -> str:
+    """What a run optimizes, in the paper's names: GRPO, GRPO + LLDS, GRPO + LLDS-MA, with the gate where it is not the default one."""
+    name = str(options.get("loss.kind", "grpo")).upper()
+    if not options.get("loss.lld_weight"):
+        return name
+    less_on_answers = options.get("loss.lld_answer_schedule", "constant") != "constant" or options.get("loss.lld_answer_weight", 1.0) != 1.0
+    gate = options.get("loss.lld_gate", "action")
+    return f"{name} + LLDS" + "-MA" * less_on_answers + f" ({gate} gate)" * (gate != "action")
+
+
+def settings(options: Sequence[dict]) -> list[str]:
+    """For each run what else differs, beside LLDS and the seed: runs with the same text may be compared.
+
+    Options that split the runs in the same way (a world's paths) are named once.
+    """
+    texts, seen = [[] for _ in options], set()
+    names = [name for name in differences(options) if name.split(".")[0] in SETTING_SECTIONS and not name.startswith("loss.lld_")] if len(options) > 1 else []
+    for name in names:
+        values = [json.dumps(some.get(name)) for some in options]
+        split = tuple(values.index(value) for value in values)
+        if split in seen:
+            continue
+        seen.add(split)
+        for text, some in zip(texts, options):
+            value = some.get(name)
+            text.append(f"{name} = {'/'.join(value.split('/')[-2:]) if isinstance(value, str) else value}")
+    return [", ".join(text) for text in texts]
+
+
+def gradient_surge(rows: Sequence[dict]) -> int | None:
+    """The first step at which the gradient norm jumps and stays: from there the median of 5 steps is more than 5 times
+    the median of up to 50 steps before (at least 10)."""
+    steps, norms = series(rows, "grad_norm")
+    for i in range(10, len(norms) - SURGE_WIDTH + 1):
+        if norms[i] > SURGE_RATIO * (before := statistics.median(norms[max(0, i - SURGE_BEFORE) : i])) and statistics.median(norms[i : i + SURGE_WIDTH]) > SURGE_RATIO * before:
+            return steps[i]
+    return None
+
+
+def _course(rows: Sequence[dict], name: str, window: int) -> dict | None:
+    steps, values = series(rows, name)
+    if not values:
+        return None
+    smooth = running_mean(values, window)[min(window, len(values)) - 1 :]  # whole windows only
+    steps = steps[-len(smooth) :]
+    best = max(range(len(smooth)), key=smooth.__getitem__)
+    return {"first": smooth[0], "best": smooth[best], "best_step": steps[best], "last": smooth[-1]}
+
+
+def outcome(rows: Sequence[dict], options: dict) -> dict:
+    """How a run came out: steps done, the course of reward (means of 10 steps), held-out EM and likelihood, first step of each phase,
+    gradient surge, skipped updates, and a verdict on the reward: "held", "fell" or "collapsed" (see HELD, FELL)."""
+    reward = _course(rows, "reward/mean", WINDOW)
+    share = reward["last"] / reward["best"] if reward and reward["best"] > 0 else 1.0
+    names = sorted({name for row in rows for name in row if name.startswith("eval/") and name.endswith("/em")})
+    phases = {}
+    for row in rows:
+        if row.get("phase"):
+            phases.setdefault(int(row["phase"]), row["step"])
+    return {
+        "steps": rows[-1]["step"] + 1,
+        "steps_wanted": options.get("run.steps"),
+        "verdict": "held" if share >= HELD else "fell" if share >= FELL else "collapsed",
+        "reward": reward,
+        "held_out": {name.split("/")[1]: _course(rows, name, 1) for name in names},
+        "likelihood": _course(rows, "likelihood/correct_old", WINDOW),
+        "phases_logged": any("phase" in row for row in rows),
+        "phases": phases,
+        "surge": gradient_surge(rows),
+        "skipped_updates": sum(row.get("skipped_updates", 0) for row in rows),
+    }
