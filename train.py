@@ -26,7 +26,7 @@ from lld.episode import Batch, Episode, collate
 from lld.evaluate import evaluate_questions, load_benchmark, summarize
 from lld.loss import answer_beta
 from lld.policy import Policy, check_fit, eos_ids, load_lm, load_tokenizer
-from lld.report import plot_run
+from lld.report import plot_run, write_page
 from lld.reward import score_episodes
 from lld.rollout import check_prompts, rollout
 from lld.tools import RetrieverError, check_health, make_search
@@ -120,8 +120,9 @@ def train(cfg: config.Config, resume: bool, box: Path | None = None) -> int:
             save(parts, cfg, step + 1)
     accelerator.end_training()
     if accelerator.is_main_process:
-        plot_run([run_dir] if box is None else [box, run_dir], run_dir / "figure.png")
-        print(f"{run_dir}: metrics.jsonl, figure.png and checkpoints/ hold the run" if box is None else crashbox.compare(box, run_dir))
+        for draw, name in ((plot_run, "figure.png"), (write_page, "report.html")):
+            draw([run_dir] if box is None else [box, run_dir], run_dir / name)
+        print(f"{run_dir}: metrics.jsonl, report.html, figure.png and checkpoints/ hold the run" if box is None else crashbox.compare(box, run_dir))
     return 0
 
 

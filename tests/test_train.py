@@ -77,6 +77,7 @@ def test_a_run_leaves_what_it_promises(folder):
     assert all(row["sampler_gap/max"] < 1e-4 for row in logged)
     assert any(row["loss/lld"] > 0 for row in logged[1:])
     assert (whole / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert 'id="trajectories-0-0"' in (whole / "report.html").read_text()
     assert list((whole / "lld").rglob("events.out.tfevents*"))  # TensorBoard, through accelerate's tracker
     assert [path.name for path in sorted((whole / "checkpoints").iterdir())] == ["step_000002", "step_000004", "step_000006"]
     timed = [json.loads(line) for line in (whole / "timings.jsonl").read_text().splitlines()]
