@@ -234,8 +234,8 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def load(path: str, overrides: list[str] = ()) -> Config:
-    """Reads a YAML file and applies overrides such as `loss.lld_weight=0.1` (values are YAML too)."""
+def read_yaml(path: str | Path) -> dict:
+    """The mapping that a YAML file holds; ValueError names the file where it holds anything else."""
     if not Path(path).is_file():
         raise ValueError(f"no config file {path}")
     try:
@@ -244,6 +244,12 @@ def load(path: str, overrides: list[str] = ()) -> Config:
         raise ValueError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(tree, dict):
         raise ValueError(f"{path} must hold sections such as 'loss:', not {type(tree).__name__}")
+    return tree
+
+
+def load(path: str, overrides: list[str] = ()) -> Config:
+    """Reads a YAML file and applies overrides such as `loss.lld_weight=0.1` (values are YAML too)."""
+    tree = read_yaml(path)
     for override in overrides:
         name, sign, value = override.partition("=")
         section, dot, option = name.partition(".")
