@@ -3,6 +3,7 @@
 The defaults are the paper's Qwen2.5-3B run (arXiv 2512.04220v2, B.2.1), so a YAML states only departures from it.
 """
 
+import copy
 import dataclasses
 import difflib
 import math
@@ -249,7 +250,12 @@ def read_yaml(path: str | Path) -> dict:
 
 def load(path: str, overrides: list[str] = ()) -> Config:
     """Reads a YAML file and applies overrides such as `loss.lld_weight=0.1` (values are YAML too)."""
-    tree = read_yaml(path)
+    return with_overrides(read_yaml(path), overrides)
+
+
+def with_overrides(tree: dict, overrides: list[str]) -> Config:
+    """The validated `Config` of a file's mapping, which is left as it is, and overrides on it."""
+    tree = copy.deepcopy(tree)
     for override in overrides:
         name, sign, value = override.partition("=")
         section, dot, option = name.partition(".")

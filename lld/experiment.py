@@ -113,8 +113,8 @@ def run_experiment(experiment: Experiment, num_jobs: int, script: Path, prepare:
         except OSError:
             raise ValueError(f"another experiment, or a run that one started, is still working in {experiment.out}: wait for it or end it") from None
         todo = [run for run in experiment.runs if not run.finished()]
-        worlds = {run.world: run for run in todo if run.cfg.tinyworld.dir is not None}
-        jobs = [Job(f"world {name}", (*prepare, run.name), experiment.out / f"world-{name}.log") for name, run in worlds.items()]
+        worlds = {run.world: run for run in reversed(todo) if run.cfg.tinyworld.dir is not None}  # any run of a world will do
+        jobs = [Job(f"world {name}", (*prepare, run.name), experiment.out / f"world-{name}.log") for name, run in reversed(worlds.items())]
         failed = execute(jobs, num_jobs, "worlds", (lock.fileno(),)) if jobs else []
         skipped = [run for run in todo if f"world {run.world}" in failed]
         jobs = []

@@ -151,7 +151,8 @@ def load_experiment(path: str | Path, out: str | None = None, worlds_dir: str | 
     worlds, arms, common = _check_named(tree, "worlds"), _check_named(tree, "arms"), overrides_of(tree.get("options"), "options")
     out = Path(out or tree["out"]).resolve()
     worlds_dir = Path(worlds_dir).resolve() if worlds_dir else out / "worlds"
-    base, runs = config.load(tree["base"]), {}
+    base_tree, runs = config.read_yaml(tree["base"]), {}
+    base = config.with_overrides(base_tree, [])
     for grid in _grids(tree, worlds, arms):
         points = [(seed, rate, world, arm) for seed in grid["seeds"] for rate in grid["learning_rates"] for world in grid["worlds"] for arm in grid["arms"]]
         for seed, rate, world, arm in points:  # a seed of everything before the next one: an early reading covers the grid
@@ -159,7 +160,7 @@ def load_experiment(path: str | Path, out: str | None = None, worlds_dir: str | 
             own = [f"run.dir={folder}", f"run.seed={seed}", f"run.steps={grid['steps']}", f"optim.lr={rate}", *world_paths(base, worlds_dir / world)]
             overrides = [*common, *worlds[world], *grid["options"], *arms[arm], *own]
             try:
-                cfg = config.load(tree["base"], overrides)
+                cfg = config.with_overrides(base_tree, overrides)
             except ValueError as error:
                 raise ValueError(f"{path}: run {world}/{folder.name}: {error}") from None
             if folder in runs and runs[folder].cfg != cfg:

@@ -12,6 +12,7 @@ from lld.outcomes import DISPLACED, groups, mean_interval
 from lld.report import COLORS, MARKERS, WINDOW, running_mean, series
 
 ARM_COLORS = ("#000000", *COLORS, "#8C6D31")  # the first arm, usually plain GRPO, in black
+DISPLACEMENT_TICKS = (-10, -1, -0.1, -0.03, -0.01, 0, 0.01, 0.03, 0.1, 1)
 LINE_STYLES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)))
 CURVES = (("reward/mean", "training reward"), ("displacement/correct", "displacement of correct\nresponses (nats/token)"))
 Curve = tuple[dict, Sequence[dict]]  # a run of lld.outcomes and its rows
@@ -24,7 +25,7 @@ def smooth_by_step(rows: Sequence[dict], name: str) -> dict[int, float]:
 
 
 def style_of(arm: str, arms: Sequence[str]) -> dict:
-    """Colour, line and marker of an arm: no two alike among 8 x 4."""
+    """Colour and line of an arm: no two alike among 8 x 4."""
     index = arms.index(arm)
     return {"color": ARM_COLORS[index % len(ARM_COLORS)], "linestyle": LINE_STYLES[index // len(ARM_COLORS) % len(LINE_STYLES)]}
 
@@ -89,22 +90,20 @@ def draw_world(figure, world: str, curves: Sequence[Curve], arms: Sequence[str],
                 ax.axhline(0, color="#888", linewidth=0.8, zorder=1)
                 ax.axhline(DISPLACED, color="#888", linewidth=0.6, linestyle=":", zorder=1)
                 ax.set_xlabel("step", fontsize=8)
-    limits = displacement_limits([values for _, rows in curves for values in [smooth_by_step(rows, "displacement/correct").values()]])
     top = max((value for _, rows in curves for value in smooth_by_step(rows, "reward/mean").values()), default=1.0)
+    fallen = [value for _, rows in curves for value in smooth_by_step(rows, "displacement/correct").values()] or [0.0]
+    limits = min(1.3 * min(fallen), 3 * DISPLACED), max(1.3 * max(fallen), -1.5 * DISPLACED)
     for column in range(len(rates)):
         axes[0][column].set_ylim(0, 1.08 * top or 1)
+        # Linear up to 0.01 and logarithmic beyond: displacement that matters is 0.01, in the fall of a collapsed run it is 1.
+        axes[1][column].set_yscale("symlog", linthresh=-DISPLACED)
         axes[1][column].set_ylim(*limits)
+        axes[1][column].set_yticks([tick for tick in DISPLACEMENT_TICKS if limits[0] <= tick <= limits[1]])
+        axes[1][column].yaxis.set_major_formatter("{x:g}")
     runs = [run for run, _ in curves]
     for row, (name, title) in enumerate((("em_final", "final held-out EM"), ("em_best", "best held-out EM"))):
         draw_rates(axes[row][-1], runs, name, arms, rates)
         dress(axes[row][-1], title, "EM (dots: seeds; bars: 95 %)")
-
-
-def displacement_limits(smoothed: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """From the 2nd to the 99.5th percentile with some room: the free fall of one collapsed run would flatten all others."""
-    values = sorted(value for run in smoothed for value in run) or [0.0]
-    at = lambda share: values[min(len(values) - 1, int(share * len(values)))]
-    return min(1.3 * at(0.02), 2 * DISPLACED), max(1.3 * at(0.995), -DISPLACED)
 
 
 def plot_experiment(curves: Sequence[Curve], curve_arms: Sequence[str], path: str | Path) -> None:
@@ -112,12 +111,13 @@ def plot_experiment(curves: Sequence[Curve], curve_arms: Sequence[str], path: st
     arms = list(dict.fromkeys(arm for (_, arm) in groups([run for run, _ in curves], "world", "arm")))
     by_world = {world: [curve for curve in curves if curve[0]["world"] == world] for (world,) in groups([run for run, _ in curves], "world")}
     num_columns = max(len({run["rate"] for run, _ in some}) for some in by_world.values())
-    figure = Figure(figsize=(2.6 * num_columns + 3.6, 0.5 + 4.6 * len(by_world)), dpi=130, layout="constrained")
+    width = 2.6 * num_columns + 4.4
+    figure = Figure(figsize=(width, 0.8 + 4.6 * len(by_world)), dpi=130, layout="constrained")
     parts = figure.subfigures(len(by_world), 1, squeeze=False)[:, 0]
     for part, (world, some) in zip(parts, by_world.items()):
         draw_world(part, world, some, arms, [arm for arm in curve_arms if arm in arms])
     entries = [Line2D([], [], marker=MARKERS[index % len(MARKERS)], linewidth=1.6, label=arm, **style_of(arm, arms)) for index, arm in enumerate(arms)]
     entries.append(Line2D([], [], marker="X", linestyle="", color="#555", markeredgecolor="white", markersize=8, label="reward collapsed"))
-    entries.append(Line2D([], [], color="#555", linewidth=6, alpha=0.2, label=f"line: {WINDOW}-step mean over seeds; band: lowest to highest seed"))
-    figure.legend(handles=entries, loc="outside upper left", ncols=min(len(entries), 5 if num_columns < 3 else 8), frameon=False, fontsize=8.5)
+    figure.legend(handles=entries, loc="outside upper left", ncols=max(2, int(width / 1.5)), frameon=False, fontsize=8.5)
+    figure.supxlabel(f"Curves: {WINDOW}-step mean, line over seeds, band from lowest to highest seed. Dotted: {DISPLACED} nats/token; beyond ±{-DISPLACED} that axis is logarithmic.", x=0.01, ha="left", fontsize=8)
     figure.savefig(path)

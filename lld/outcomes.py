@@ -36,25 +36,25 @@ class Table:
 
 
 def find_collapse(steps: Sequence[int], rewards: Sequence[float]) -> dict:
-    """When the running mean of the reward (10 steps, full windows only) first lay below half of its earlier maximum and at least
-    0.1 below it: `collapse_step`, and `falling_step`, where the fall of 0.1 began that led there; both None without a collapse.
-    `peak` is the maximum up to then (or to the end) and `fall` the largest distance from an earlier maximum in the whole run.
+    """When the running mean of the reward (10 steps, full windows only) began to lie below half of its earlier maximum and at least
+    0.1 below it for 10 steps in a row: `collapse_step`, and `falling_step`, where the unbroken fall of 0.1 began that led there; both
+    None without a collapse. `peak` is the maximum up to then (or to the end) and `fall` the largest distance from an earlier
+    maximum in the whole run.
 
     Half, as a wobble or a plateau after the best step is no collapse. 0.1, as the noise of such a mean is 0.02 to 0.03 with 80
-    episodes a step: a policy that never had 0.1 of reward has nothing to lose. The maximum may be the warm start's own.
+    episodes a step: a policy that never had 0.1 of reward has nothing to lose. 10 steps in a row, as one dip of a low, noisy reward
+    touches the line by chance; a fall within the last 10 steps therefore goes uncounted. The maximum may be the warm start's own.
     """
     means = running_mean(rewards)
-    peak, peak_before, fall, falling, found = -math.inf, None, 0.0, None, {"collapse_step": None, "falling_step": None}
+    peak, fall, falling, stretch, found = -math.inf, 0.0, None, 0, None
     for index in range(WINDOW - 1, len(means)):
-        top = max(peak, means[index])
-        fall = max(fall, top - means[index])
-        if found["collapse_step"] is None:
-            peak_before = top
-            falling = None if top - means[index] < COLLAPSE_FALL else steps[index] if falling is None else falling
-            if falling is not None and means[index] < COLLAPSE_SHARE * top:
-                found = {"collapse_step": steps[index], "falling_step": falling}
-        peak = top
-    return found | {"peak": peak_before, "fall": fall}
+        peak = max(peak, means[index])
+        fall = max(fall, peak - means[index])
+        falling = None if peak - means[index] < COLLAPSE_FALL else steps[index] if falling is None else falling
+        stretch = stretch + 1 if falling is not None and means[index] < COLLAPSE_SHARE * peak else 0
+        if stretch == WINDOW and found is None:
+            found = {"collapse_step": steps[index - WINDOW + 1], "falling_step": falling, "peak": peak}
+    return (found or {"collapse_step": None, "falling_step": None, "peak": peak if math.isfinite(peak) else None}) | {"fall": fall}
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -139,7 +139,7 @@ def by_rate(runs: Sequence[dict]) -> Table:
     """The experiment's table: world x arm x learning rate, over seeds."""
     title = (
         f"**Each learning rate** (mean ± 95 % t-interval over the n seeds). Final reward: last 10 % of the steps. Fall: largest distance of the {WINDOW}-step mean reward from an earlier maximum. "
-        f"Collapsed: that mean fell below half of its earlier maximum and by at least {COLLAPSE_FALL}, at these steps; recovered: the final reward is at least {RECOVERED_SHARE:.0%} of that maximum. "
+        f"Collapsed: that mean lay below half of its earlier maximum, and at least {COLLAPSE_FALL} below it, for {WINDOW} steps in a row, from these steps on; recovered: the final reward is at least {RECOVERED_SHARE:.0%} of that maximum. "
         f"Likelihood: of correct responses under the policy that sampled them, nats per token, first, middle and last 10 % of the steps. Displacement: of correct responses, nats per token, second half of the run; "
         f"displaced: share of steps at which its {WINDOW}-step mean is below {DISPLACED}; whole rollout: from before its first to after its last update. Entropy: largest after step 20."
     )
