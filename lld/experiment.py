@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from lld import outcomes
+from lld import outcomes, phases
 from lld.grid import Experiment, Run, check_made_alike, load_experiment
 from lld.outcome_figure import plot_experiment
 from lld.report import read_metrics
@@ -143,12 +143,12 @@ def write_tables(experiment: Experiment, title: str) -> str:
     seeds = sorted({run.seed for run in finished})
     head = f"{title}, base `{experiment.base}`: {len(finished)} of {len(experiment.runs)} runs finished, seeds {', '.join(map(str, seeds))}, commit {', '.join(commits) or 'unknown'}."
     sections = [outcomes.by_rate(runs), outcomes.own_best(runs, experiment.reference), outcomes.paired(runs, experiment.reference)]
-    sections.append(outcomes.warnings([(about, rows[run.folder]) for about, run in zip(runs, finished)]))
+    curves = [(about, rows[run.folder]) for about, run in zip(runs, finished)]
+    sections.append(outcomes.warnings(curves, phases.detect))  # today's rule on all runs, whatever rule they logged
     text = "\n\n".join([head, *[outcomes.markdown(table) for table in sections if table.rows]]) + "\n"
     (experiment.out / "table.md").write_text(text)
     (experiment.out / "table.csv").write_text(outcomes.csv_text(outcomes.aggregate_rows(runs)))
     (experiment.out / "runs.csv").write_text(outcomes.csv_text(runs))
-    curves = [(about, rows[run.folder]) for about, run in zip(runs, finished)]
     plot_experiment(curves, experiment.figure_arms, experiment.out / "figure.png")
     return text
 

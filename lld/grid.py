@@ -18,8 +18,12 @@ from lld import config
 
 KEYS = ("base", "out", "options", "worlds", "arms", "reference", "figure_arms", "learning_rates", "seeds", "steps", "grids")
 GRID_KEYS = ("worlds", "arms", "learning_rates", "seeds", "steps", "options")
-# What a resumed run may change, and where things lie: neither makes it another run.
-FREE = ("run.dir", "run.steps", "run.save_every", "run.keep_checkpoints", "run.trackers", "optim.micro_batch_size", "rollout.num_slots", "tinyworld.dir", "model.path", "data.train", "retriever.corpus", "eval.benchmarks")  # fmt: skip
+# What a resumed run may change (checkpoint.RESUMABLE, which would import torch), where a world lies and what only watches: none makes it another run.
+FREE = (
+    "run.dir", "run.steps", "run.save_every", "run.keep_checkpoints", "run.trackers", "optim.micro_batch_size", "rollout.num_slots", "retriever.url", "retriever.timeout_s", "retriever.retries",
+    "tinyworld.dir", "model.path", "data.train", "retriever.corpus", "eval.benchmarks",
+    "monitor.rescore_every", "monitor.sentinel_every", "monitor.sentinel_size", "monitor.trajectories_every", "monitor.trajectories_questions", "monitor.crash_box",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

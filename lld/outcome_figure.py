@@ -119,5 +119,5 @@ def plot_experiment(curves: Sequence[Curve], curve_arms: Sequence[str], path: st
     entries = [Line2D([], [], marker=MARKERS[index % len(MARKERS)], linewidth=1.6, label=arm, **style_of(arm, arms)) for index, arm in enumerate(arms)]
     entries.append(Line2D([], [], marker="X", linestyle="", color="#555", markeredgecolor="white", markersize=8, label="reward collapsed"))
     figure.legend(handles=entries, loc="outside upper left", ncols=max(2, int(width / 1.5)), frameon=False, fontsize=8.5)
-    figure.supxlabel(f"Curves: {WINDOW}-step mean, line over seeds, band from lowest to highest seed. Dotted: {DISPLACED} nats/token; beyond ±{-DISPLACED} that axis is logarithmic.", x=0.01, ha="left", fontsize=8)
+    figure.supxlabel(f"Curves: {WINDOW}-step mean, line over seeds, band from lowest to highest seed.\nDotted: {DISPLACED} nats/token; beyond ±{-DISPLACED} that axis is logarithmic.", x=0.01, ha="left", fontsize=8)
     figure.savefig(path)

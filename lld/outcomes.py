@@ -80,6 +80,7 @@ def describe_run(rows: Sequence[dict], benchmark: str) -> dict:
         "em_start": ems[0] if ems and em_steps[0] == 0 else None,
         "em_best": max(ems, default=None),
         "em_final": ems[-1] if ems else None,
+        "em_halved": ems[-1] < max(ems) / 2 if ems else None,
         "reward_final": final_reward,
         "reward_peak": collapse["peak"],
         "reward_fall": collapse["fall"],
@@ -135,19 +136,24 @@ def collapses(runs: Sequence[dict]) -> str:
     return f"{len(steps)}/{len(runs)}" + (f" @ {', '.join(map(str, steps))}" if steps else "") + (f" ({recovered} recovered)" if recovered else "")
 
 
+def halved(runs: Sequence[dict]) -> str:
+    """'1/5': runs whose final held-out EM is below half of their best."""
+    return f"{sum(run['em_halved'] is True for run in runs)}/{len(runs)}"
+
+
 def by_rate(runs: Sequence[dict]) -> Table:
     """The experiment's table: world x arm x learning rate, over seeds."""
     title = (
-        f"**Each learning rate** (mean ± 95 % t-interval over the n seeds). Final reward: last 10 % of the steps. Fall: largest distance of the {WINDOW}-step mean reward from an earlier maximum. "
+        f"**Each learning rate** (mean ± 95 % t-interval over the n seeds). EM halved: runs whose final EM is below half of their best. Final reward: last 10 % of the steps. Fall: largest distance of the {WINDOW}-step mean reward from an earlier maximum. "
         f"Collapsed: that mean lay below half of its earlier maximum, and at least {COLLAPSE_FALL} below it, for {WINDOW} steps in a row, from these steps on; recovered: the final reward is at least {RECOVERED_SHARE:.0%} of that maximum. "
         f"Likelihood: of correct responses under the policy that sampled them, nats per token, first, middle and last 10 % of the steps. Displacement: of correct responses, nats per token, second half of the run; "
         f"displaced: share of steps at which its {WINDOW}-step mean is below {DISPLACED}; whole rollout: from before its first to after its last update. Entropy: largest after step 20."
     )
-    header = ("world", "arm", "lr", "n", "EM start", "EM best", "EM final", "final reward", "fall", "collapsed", "likelihood start", "middle", "end", "displacement", "whole rollout", "displaced", "max entropy", "max grad norm")
-    columns = (("em_start", 2), ("em_best", 2), ("em_final", 2), ("reward_final", 2), ("reward_fall", 2), None, ("likelihood_start", 3), ("likelihood_middle", 3), ("likelihood_end", 3), ("displacement", 4), ("displacement_rollout", 3), ("displaced_steps", 2), ("entropy_max", 2), ("grad_norm_max", 1))  # fmt: skip
+    header = ("world", "arm", "lr", "n", "EM start", "EM best", "EM final", "EM halved", "final reward", "fall", "collapsed", "likelihood start", "middle", "end", "displacement", "whole rollout", "displaced", "max entropy", "max grad norm")
+    columns = (("em_start", 2), ("em_best", 2), ("em_final", 2), halved, ("reward_final", 2), ("reward_fall", 2), collapses, ("likelihood_start", 3), ("likelihood_middle", 3), ("likelihood_end", 3), ("displacement", 4), ("displacement_rollout", 3), ("displaced_steps", 2), ("entropy_max", 2), ("grad_norm_max", 1))  # fmt: skip
     rows = []
     for (world, arm, rate), same in groups(runs, "world", "arm", "rate").items():
-        cells = [collapses(same) if column is None else cell([run[column[0]] for run in same], column[1]) for column in columns]
+        cells = [column(same) if callable(column) else cell([run[column[0]] for run in same], column[1]) for column in columns]
         rows.append((world, arm, rate, str(len(same)), *cells))
     return Table(title, header, rows)
 
@@ -205,12 +211,11 @@ def own_best(runs: Sequence[dict], reference: str | None) -> Table:
     title = (
         "**Each arm at its own best learning rate**, chosen by mean final held-out EM (of rates within "
         f"{TIE} the lowest). EM: each seed at the rate that the other seeds choose, so the choice does not flatter it; * marks fewer than {MIN_SEEDS} seeds, where the value is the one chosen by. "
-        f"Stable: rates at which no seed collapsed and mean final EM is within {NEAR_BEST} of this arm's best; of all: within {NEAR_BEST} of the world's best."
+        f"Stable: rates at which no seed collapsed or halved its EM, and mean final EM is not below the start and within {NEAR_BEST} of this arm's best; of all: within {NEAR_BEST} of the world's best."
     )
     header = ("world", "arm", "rates run", "best lr", "n", "EM at own best", f"minus {reference} at its own", "stable", "stable, of all", "collapsed runs, all rates")
-    rows, references = [], {}
+    rows, chosen = [], {}
     by_arm = {key: [run for run in same if run["em_final"] is not None] for key, same in groups(runs, "world", "arm").items()}
-    chosen = {}
     for key, same in by_arm.items():
         em: dict[str, dict[int, float]] = {}
         for run in same:
@@ -221,8 +226,9 @@ def own_best(runs: Sequence[dict], reference: str | None) -> Table:
     references = {world: values for (world, arm), (_, _, values, _) in chosen.items() if arm == reference}
     for (world, arm), (em, rate, values, unbiased) in chosen.items():
         means = {some: fmean(of_seed.values()) for some, of_seed in em.items()}
-        collapsed = {run["rate"] for run in by_arm[world, arm] if run["collapse_step"] is not None}
-        near = lambda best: ", ".join(some for some in means if some not in collapsed and means[some] >= best - NEAR_BEST) or "none"
+        start = _mean([run["em_start"] for run in by_arm[world, arm] if run["em_start"] is not None]) or 0.0
+        lost = {run["rate"] for run in by_arm[world, arm] if run["collapse_step"] is not None or run["em_halved"] or means[run["rate"]] < start}
+        near = lambda best: ", ".join(some for some in means if some not in lost and means[some] >= best - NEAR_BEST) or "none"
         against = difference(values, references[world]) if arm != reference and world in references else "–"
         rows.append((world, arm, ", ".join(em), rate, str(len(values)), cell(list(values.values())) + ("" if unbiased else " *"), against, near(max(means.values())), near(world_best[world]), collapses(by_arm[world, arm]).split(" @")[0]))
     return Table(title, header, rows)
@@ -268,7 +274,7 @@ def warnings(runs: Sequence[tuple[dict, Sequence[dict]]], detect: Callable[[Sequ
     """
     title = (
         "**Early warning.** Lead: steps from the start of the phase to the collapse, median over all collapsing runs; first start, and last start up to the collapse (an early false alarm that passed lends the first a long lead); "
-        f"before the fall: from the first start to where the reward began to lie {COLLAPSE_FALL} below its maximum. False alarms: over the runs that did not collapse."
+        f"before the fall: from the first start to where the reward began to lie {COLLAPSE_FALL} below its maximum. False alarms: over the stable runs, which neither collapsed nor halved their EM."
     )
     header = ("phase", "collapsing runs", "warned", "lead, first", "lead, last", "before the fall", "stable runs", "runs with a false alarm", "false alarms")
     judged = [(run, [row["step"] for row in rows], detect(rows)) for run, rows in runs]
@@ -280,7 +286,7 @@ def warnings(runs: Sequence[tuple[dict, Sequence[dict]]], detect: Callable[[Sequ
         for run, steps, phases in judged:
             starts = [steps[index] for index in onsets(phases, level)]
             if run["collapse_step"] is None:
-                false_alarms.append(len(starts))
+                false_alarms += [] if run["em_halved"] else [len(starts)]
                 continue
             starts = [step for step in starts if step <= run["collapse_step"]]
             leads.append(run["collapse_step"] - starts[0] if starts else -math.inf)

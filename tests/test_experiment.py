@@ -13,7 +13,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from lld import config, experiment, grid, outcomes, outcome_figure
+from lld import checkpoint, experiment, grid, outcomes, outcome_figure
 
 FAKE_TRAIN = """
 import json, os, sys, time
@@ -161,6 +161,10 @@ def test_a_run_made_with_other_options_is_not_counted_as_this_one(tmp_path, caps
     assert experiment.main([str(write_experiment(tmp_path, options=["run.save_every=7"])), "--table-only"], fake_train) == 0
 
 
+def test_what_a_resumed_run_may_change_makes_it_no_other_run():
+    assert set(checkpoint.RESUMABLE) <= set(grid.FREE)
+
+
 def test_an_interrupt_ends_the_children(tmp_path, fake_train):
     path = write_experiment(tmp_path, seeds=[9])
     code = f"import sys; from lld import experiment; from pathlib import Path; sys.exit(experiment.main([{str(path)!r}, '--jobs', '2'], Path({str(fake_train)!r})))"
@@ -245,7 +249,7 @@ def test_description_of_a_run_by_hand():
         final=[-0.1] * 20 + [-0.3, None, -0.5] + [None] * 17, entropy=[9.0] * 21 + [0.1] * 18 + [0.2], grad_norm_max=[3.0, 7.0] * 20, skipped_updates=[0] * 39 + [2],
     )  # fmt: skip
     described = outcomes.describe_run(rows, "tiny")
-    wanted = {"em_start": 0.3, "em_best": 0.9, "em_final": 0.6, "reward_final": 0.7, "collapse_step": None, "recovered": None, "displacement": -0.02, "displacement_rollout": -0.4}
+    wanted = {"em_start": 0.3, "em_best": 0.9, "em_final": 0.6, "em_halved": False, "reward_final": 0.7, "collapse_step": None, "recovered": None, "displacement": -0.02, "displacement_rollout": -0.4}
     wanted |= {"likelihood_start": -0.4, "likelihood_middle": -0.2, "likelihood_end": None, "entropy_max": 0.2, "grad_norm_max": 7.0, "skipped_updates": 2}
     assert {name: described[name] for name in wanted} == pytest.approx(wanted)
     assert described["displaced_steps"] == pytest.approx(15 / 31)  # -0.002 k after k steps: below -0.01 from the sixth of 20; 31 full windows
@@ -289,6 +293,7 @@ def test_tables_by_hand():
     row = dict(zip(table.header, table.rows[1]))
     assert row["arm"] == "grpo" and row["lr"] == "3e-4" and row["collapsed"] == "2/3 @ 40, 60" and row["EM final"] == "0.30 ± 0.86"  # 4.303 x 0.3464 / sqrt 3
     best = [dict(zip(outcomes.own_best(runs, "grpo").header, row)) for row in outcomes.own_best(runs, "grpo").rows]
+    assert row["EM halved"] == "2/3"  # 0.1 after a start of 0.3
     assert (best[0]["best lr"], best[0]["EM at own best"], best[0]["stable"], best[0]["collapsed runs, all rates"]) == ("1e-4", "0.80 ± 0.00", "1e-4", "2/6")
     # Without seed 2 the rates of `lld` have 0.75 and 0.76: the second wins, and seed 2 counts 0.76 in place of 0.9. 0.75 ± ... with seed 0 at 0.7, seed 1 at 0.8.
     assert (best[1]["best lr"], best[1]["EM at own best"].split()[0], best[1]["stable"]) == ("1e-4", "0.75", "1e-4, 3e-4") and best[1]["minus grpo at its own"].startswith("-0.05")
