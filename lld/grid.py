@@ -162,7 +162,11 @@ def load_experiment(path: str | Path, out: str | None = None, worlds_dir: str | 
         for seed, rate, world, arm in points:  # a seed of everything before the next one: an early reading covers the grid
             folder = out / world / f"{arm}-lr{rate}-s{seed}"
             own = [f"run.dir={folder}", f"run.seed={seed}", f"run.steps={grid['steps']}", f"optim.lr={rate}", *world_paths(base, worlds_dir / world)]
-            overrides = [*common, *worlds[world], *grid["options"], *arms[arm], *own]
+            asked = [*common, *worlds[world], *grid["options"], *arms[arm]]
+            for override in asked:
+                if override.partition("=")[0] in [setting.partition("=")[0] for setting in own]:
+                    raise ValueError(f"{path}: run {world}/{folder.name}: {override!r} does nothing: the experiment sets this option for each run (out, seeds, steps, learning_rates, the world's folder)")
+            overrides = [*asked, *own]
             try:
                 cfg = config.with_overrides(base_tree, overrides)
             except ValueError as error:

@@ -120,6 +120,7 @@ def test_every_path_inside_the_tiny_world_moves_to_the_world_of_the_run():
         ({"grids": [{"arms": ["token"]}]}, "grids[0]: arms names 'token'"),
         ({"grids": [{"lr": ["1e-4"]}]}, "grids[0]: unknown name 'lr'"),
         ({"grids": [{}, {"options": ["loss.kl_weight=0"]}]}, "two blocks ask for plain/grpo-lr1e-4-s0"),
+        ({"options": ["optim.lr=1e-3"]}, "'optim.lr=1e-3' does nothing: the experiment sets this option"),
         ({"reference": "ppo"}, "'ppo', which is not among the arms"),
     ],
 )
