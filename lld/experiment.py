@@ -24,7 +24,7 @@ from tqdm import tqdm
 from lld import outcomes, phases
 from lld.grid import Experiment, Run, check_made_alike, load_experiment
 from lld.outcome_figure import plot_experiment
-from lld.report import read_metrics
+from lld.runs import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TQDM_DISABLE": "1"}  # runs side by side, not threads; no bars in logs

@@ -9,7 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from lld.outcomes import DISPLACED, groups, mean_interval
-from lld.report import COLORS, MARKERS, WINDOW, running_mean, series
+from lld.report import COLORS, MARKERS
+from lld.runs import WINDOW, running_mean, series
 
 ARM_COLORS = ("#000000", *COLORS, "#8C6D31")  # the first arm, usually plain GRPO, in black
 DISPLACEMENT_TICKS = (-10, -1, -0.1, -0.03, -0.01, 0, 0.01, 0.03, 0.1, 1)

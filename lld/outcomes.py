@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
 
-from lld.report import WINDOW, running_mean, series
+from lld.runs import WINDOW, running_mean, series
 
 COLLAPSE_SHARE, COLLAPSE_FALL = 0.5, 0.1  # see find_collapse
 RECOVERED_SHARE = 0.8  # of the reward before the collapse
