@@ -18,7 +18,7 @@ from accelerate.utils import gather_object, set_seed
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from lld import checkpoint, config, crashbox, metrics, monitor, phases, protocol, tinyworld, trajectories
+from lld import checkpoint, config, crashbox, metrics, monitor, phases, protocol, runs, tinyworld, trajectories
 from lld.advantages import group_advantages
 from lld.data import Question, load_questions, questions_of_step
 from lld.engine import Engine
@@ -239,7 +239,7 @@ def open_world(cfg: config.Config, tokenizer: PreTrainedTokenizerBase) -> tuple[
 
 def remember(parts: Parts, cfg: config.Config, folder: Path, first_step: int) -> None:
     """What the recorder knew when the run in `folder` had made `first_step` steps."""
-    for row in metrics.read_rows(folder / "metrics.jsonl"):
+    for row in runs.read_rows(folder / "metrics.jsonl"):
         if row["step"] < first_step:
             parts.phase = parts.detector.update(row)
     if cfg.monitor.sentinel_every and first_step:

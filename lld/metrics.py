@@ -162,11 +162,6 @@ def append_rows(path: Path, rows: list[dict]) -> None:
         os.fsync(file.fileno())
 
 
-def read_rows(path: Path) -> list[dict]:
-    """The rows of a log that is not being written; none where there is no file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def truncate_rows(path: Path, num_steps: int) -> None:
     """Drops rows of steps that a resumed run is about to repeat, and a last line cut short by a kill."""
     if not path.exists():

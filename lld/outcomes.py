@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
 
-from lld.runs import WINDOW, running_mean, series
+from lld.runs import COLLAPSE_FALL, WINDOW, find_collapse, running_mean, series
 
-COLLAPSE_SHARE, COLLAPSE_FALL = 0.5, 0.1  # see find_collapse
 RECOVERED_SHARE = 0.8  # of the reward before the collapse
 DISPLACED = -0.01  # nats per token; below it the likelihood of correct responses falls by the measure of the feasibility study
 NEAR_BEST = 0.05  # EM; rates this near to the best are in the stability range
@@ -33,28 +32,6 @@ class Table:
 
 
 # --------------------------------------------------------------------------------------------------------------- one run
-
-
-def find_collapse(steps: Sequence[int], rewards: Sequence[float]) -> dict:
-    """When the running mean of the reward (10 steps, full windows only) began to lie below half of its earlier maximum and at least
-    0.1 below it for 10 steps in a row: `collapse_step`, and `falling_step`, where the unbroken fall of 0.1 began that led there; both
-    None without a collapse. `peak` is the maximum up to then (or to the end) and `fall` the largest distance from an earlier
-    maximum in the whole run.
-
-    Half, as a wobble or a plateau after the best step is no collapse. 0.1, as the noise of such a mean is 0.02 to 0.03 with 80
-    episodes a step: a policy that never had 0.1 of reward has nothing to lose. 10 steps in a row, as one dip of a low, noisy reward
-    touches the line by chance; a fall within the last 10 steps therefore goes uncounted. The maximum may be the warm start's own.
-    """
-    means = running_mean(rewards)
-    peak, fall, falling, stretch, found = -math.inf, 0.0, None, 0, None
-    for index in range(WINDOW - 1, len(means)):
-        peak = max(peak, means[index])
-        fall = max(fall, peak - means[index])
-        falling = None if peak - means[index] < COLLAPSE_FALL else steps[index] if falling is None else falling
-        stretch = stretch + 1 if falling is not None and means[index] < COLLAPSE_SHARE * peak else 0
-        if stretch == WINDOW and found is None:
-            found = {"collapse_step": steps[index - WINDOW + 1], "falling_step": falling, "peak": peak}
-    return (found or {"collapse_step": None, "falling_step": None, "peak": peak if math.isfinite(peak) else None}) | {"fall": fall}
 
 
 def _mean(values: Sequence[float]) -> float | None:

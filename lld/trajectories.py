@@ -25,7 +25,7 @@ def from_json(line: str) -> Episode:
 
 
 def read_episodes(path: Path) -> list[Episode]:
-    return [from_json(line) for line in path.read_text().splitlines()]
+    return [from_json(line) for line in path.read_text().split("\n")[:-1]]
 
 
 def describe(tokenizer, step: int, episodes: list[Episode], batch: Batch, scores: Scores, rewards: list[float], rows: list[int]) -> list[dict]:

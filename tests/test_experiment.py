@@ -13,7 +13,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from lld import checkpoint, experiment, grid, outcomes, outcome_figure
+from lld import checkpoint, experiment, grid, outcome_figure, outcomes
 
 FAKE_TRAIN = """
 import json, os, sys, time

@@ -11,9 +11,21 @@ from conftest import make_lm, make_tokenizer
 from gradients import make_episodes
 
 from lld import config, influence
-from lld.episode import Episode, Turn, collate
+from lld.episode import Turn, collate
 from lld.influence import (
-    Group, Tokens, analyse, displace_each, head_alone, influence_matrix, loss_shares, pair_influence, play, policy_term_alone, read_tokens, strongest_pairs, true_change, whole_model,
+    Group,
+    Tokens,
+    analyse,
+    displace_each,
+    head_alone,
+    influence_matrix,
+    loss_shares,
+    pair_influence,
+    policy_term_alone,
+    read_tokens,
+    strongest_pairs,
+    true_change,
+    whole_model,
 )  # fmt: skip
 from lld.influence_view import agreement, compare
 from lld.policy import Policy
