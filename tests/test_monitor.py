@@ -202,21 +202,23 @@ def test_the_sentinel_is_scored_under_the_policy_of_the_moment(tmp_path, recorde
 
 
 def history(displacements, entropy=lambda s: 0.3, grad_norm=lambda s: 1.0, tail=lambda s: 1.2):
-    return [{"displacement/correct": d, "entropy": entropy(s), "grad_norm": grad_norm(s), "ratio/q999": tail(s)} for s, d in enumerate(displacements)]
+    return [{"displacement/correct": d, "likelihood/correct_old": -0.2, "entropy": entropy(s), "grad_norm": grad_norm(s), "ratio/q999": tail(s)} for s, d in enumerate(displacements)]
 
 
 def test_phases_of_made_up_histories():
-    """A healthy run stays at 0; flat likelihood is 1; a steady fall 2; a growing one with a rising entropy and gradient 3."""
+    """Rising or quietly falling likelihood is healthy; a steady fall becomes stagnation, then decay; with entropy and gradients up, acceleration."""
     noise = [0.002 * (-1) ** s for s in range(100)]
     assert set(phases.detect(history([0.005 + n for n in noise]))) == {0}
-    flat = phases.detect(history([0.005 + n for n in noise[:40]] + [0.0 + n for n in noise[:40]]))
-    assert flat[39] == 0 and flat[-1] == 1 and 2 not in flat
-    falling = phases.detect(history([0.005 + n for n in noise[:40]] + [-0.01 + n for n in noise[:40]]))
-    assert falling[-1] == 2 and falling.index(2) in range(42, 51)
-    dive = [0.005 + n for n in noise[:40]] + [-0.002 * 1.2**s for s in range(30)]
-    quiet, loud = history(dive), history(dive, entropy=lambda s: 0.3 if s < 40 else 0.3 * 1.03 ** (s - 40), grad_norm=lambda s: 1.0 if s < 40 else 5.0)
-    assert 3 not in phases.detect(quiet) and phases.detect(loud)[-1] == 3
-    assert phases.detect(loud)[:20] == [0] * 20
+    assert set(phases.detect(history([-0.002 + n for n in noise]))) == {0}  # 1 % of 0.2 a step is allowed for
+    # By hand: -0.0125 / 0.2 = -6.25 % a step, 5.25 % beyond the allowance, so S > 0.3 after 6 steps of falling and > 1 after 20.
+    falling = phases.detect(history([0.005] * 40 + [-0.0125] * 40))
+    assert falling[:45] == [0] * 45 and falling[45:59] == [1] * 14 and falling[59:] == [2] * 21
+    assert phases.detect(history([0.005] * 40 + [-0.0125] * 30 + [0.2] * 5))[-5:] == [2, 1, 1, 1, 0]  # S = 1.575 - 0.31 a step
+    # S grows by 0.525 a window, one sign; two steps of tripled entropy lift its mean above 1.3 times the lowest, the second.
+    loud = phases.detect(history([0.005] * 40 + [-0.0125] * 40, entropy=lambda s: 0.3 if s < 65 else 0.9))
+    assert loud[59:66] == [2] * 7 and loud[66:] == [3] * 14
+    assert phases.detect(history([0.005] * 40 + [-0.0125] * 40, tail=lambda s: 1.2 if s < 65 else 1.5))[70:] == [3] * 10
+    assert phases.detect(history([0.005] * 40 + [-0.0125] * 40, grad_norm=lambda s: 1.0 if s < 65 else 2.5))[70:] == [3] * 10
 
 
 def test_no_phase_where_nothing_is_learned():
