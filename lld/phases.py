@@ -37,7 +37,7 @@ class Detector:
         if len(self.rows) >= WINDOW and (entropies := self._values("entropy")):
             self.lowest_entropy = min(self.lowest_entropy, statistics.fmean(entropies))
         fall = 0.0  # no mixed group: nothing was learned, so nothing was displaced
-        if "displacement/correct" in row:
+        if "displacement/correct" in row and "likelihood/correct_old" in row:
             relative = row["displacement/correct"] / max(abs(row["likelihood/correct_old"]), 1e-6)
             fall = -max(-LARGEST_FALL, min(LARGEST_FALL, relative)) - ALLOWANCE
         self.falls.append(max(0.0, self.falls[-1] + fall))

@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests start several processes on few cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import sys
 from pathlib import Path
