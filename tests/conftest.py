@@ -6,7 +6,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests start several processes on few cores
 
 import sys
+import tempfile
 from pathlib import Path
+
+os.environ.setdefault("LLD_CACHE", tempfile.mkdtemp(prefix="lld-tests-"))
 
 import pytest
 import torch
