@@ -28,7 +28,7 @@ def vector_bytes(factory: str, dim: int) -> float:
             code = dim * (2 if match[1] in ("fp16", "bf16") else int(match[1]) / 8)
         elif match := re.fullmatch(r"RaBitQ(\d*)", part):
             bits = int(match[1] or 1)
-            code = dim * bits / 8 + (8 if bits == 1 else 16)
+            code = dim * bits / 8 + (8 if bits == 1 else 20)
     if any(part.startswith("IVF") for part in parts):
         code += 8
     if match := re.match(r"HNSW(\d+)", parts[0]):
