@@ -14,8 +14,10 @@ Requests of many clients are searched for in batches. SIGTERM and Ctrl-C let req
 import argparse
 import dataclasses
 import json
+import os
 from contextlib import asynccontextmanager
 
+import torch
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -130,6 +132,12 @@ def make_app(retriever, topk: int, limits: Limits = Limits(), **batching) -> Fas
     return app
 
 
+def default_searches() -> int:
+    """As many as fill the cores this process may use, given the threads that PyTorch takes for one search."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 1 if torch.cuda.is_available() else max(1, cores // torch.get_num_threads())
+
+
 def parse_options(arguments: list[str] | None = None) -> tuple[config.Retriever, argparse.Namespace]:
     """Retriever options and the server's own from the command line; an option given there beats the one in --config."""
     kinds = {field.name: field for field in dataclasses.fields(config.Retriever)}
@@ -151,6 +159,7 @@ def parse_options(arguments: list[str] | None = None) -> tuple[config.Retriever,
     parser.add_argument("--max-body-mb", type=float, default=Limits.body_mb, help="default %(default)s")
     parser.add_argument("--max-batch", type=int, default=256, help="queries searched for at once (default %(default)s)")
     parser.add_argument("--max-wait-ms", type=float, default=5.0, help="how long a query may wait for company (default %(default)s)")
+    parser.add_argument("--searches", type=int, default=default_searches(), help="searches side by side (default %(default)s here: the cores, or 1 where there is a GPU or each search may use them all)")
     parser.add_argument("--cache-size", type=int, default=100_000, help="searches remembered; 0 for none (default %(default)s)")
     args = parser.parse_args(arguments)
     given = {name: getattr(args, name) for name in kinds if getattr(args, name, None) is not None}
@@ -170,7 +179,7 @@ def main() -> None:
         raise SystemExit(f"error: {error}") from None
     app = make_app(
         retriever, options.topk, Limits(args.max_queries, args.max_topk, args.max_body_mb),
-        max_batch=args.max_batch, max_wait_s=args.max_wait_ms / 1000, cache_size=args.cache_size,
+        max_batch=args.max_batch, max_wait_s=args.max_wait_ms / 1000, cache_size=args.cache_size, num_searches=args.searches,
     )  # fmt: skip
     print(f"{len(retriever.corpus):,} passages, backend {retriever.backend}, http://{args.host}:{args.port}", flush=True)
     uvicorn.run(app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=GRACE_S)

@@ -54,25 +54,26 @@ class Encoder:
         self.lock = threading.Lock()  # a fast tokenizer refuses two threads at once ("Already borrowed")
 
     @torch.inference_mode()
-    def encode(self, texts: list[str], kind: str, batch_size: int = 32, progress=None) -> torch.Tensor:
+    def encode(self, texts: list[str], kind: str, batch_size: int = 16, progress=None) -> torch.Tensor:
         """Unit vectors (Q, D), float32 on the CPU, of "query" or "passage" texts cut at `max_tokens`, in the order given.
 
-        Texts of like length share a batch. The same texts and `batch_size` make the same batches, so the same bits.
-        `progress(n)` is told of every n texts done.
+        Texts of like length share a batch, so that little is padded. The same texts and `batch_size` make the same batches,
+        so the same bits. `progress(n)` is told of every n texts done.
         """
         most = CHARACTERS_A_TOKEN * self.max_tokens
-        texts = [self.style[kind] + (text if len(text) <= most else text[:most]) for text in texts]
-        order = sorted(range(len(texts)), key=lambda i: (len(texts[i]), i))
+        with self.lock:
+            tokens = self.tokenizer([self.style[kind] + text[:most] for text in texts], truncation=True, max_length=self.max_tokens) if texts else {}
+        order = sorted(range(len(texts)), key=lambda row: (len(tokens["input_ids"][row]), row))
         vectors_QD = torch.empty(len(texts), self.dim)
         for start in range(0, len(texts), batch_size):
             rows = order[start : start + batch_size]
             with self.lock:
-                tokens = self.tokenizer([texts[row] for row in rows], padding=True, truncation=True, max_length=self.max_tokens, return_tensors="pt").to(self.device)
-            hidden_QTD = self.model(**tokens).last_hidden_state.float()
+                padded = self.tokenizer.pad({name: [ids[row] for row in rows] for name, ids in tokens.items()}, return_tensors="pt").to(self.device)
+            hidden_QTD = self.model(**padded).last_hidden_state.float()
             if self.style["pooling"] == "cls":
                 pooled_QD = hidden_QTD[:, 0]
             else:
-                mask_QT1 = tokens["attention_mask"].unsqueeze(-1)
+                mask_QT1 = padded["attention_mask"].unsqueeze(-1)
                 pooled_QD = (hidden_QTD * mask_QT1).sum(1) / mask_QT1.sum(1)
             vectors_QD[rows] = torch.nn.functional.normalize(pooled_QD, dim=-1).cpu()
             if progress is not None:

@@ -42,17 +42,18 @@ class Cache:
 class Batcher:
     """Answers queries of many requests with few searches of the retriever.
 
-    The search begins when `max_batch` queries wait, or `max_wait_s` after the first of them came, or at once where the last
-    search took longer than that. A query that waits already is not searched for twice. All methods but the search itself,
-    which has a thread of its own, run in the event loop.
+    A search begins when `max_batch` queries wait, or `max_wait_s` after the first of them came, or at once where the last
+    search took longer than that. `num_searches` run side by side, each on one of the threads that share what waits: 1 suits a
+    GPU, or a CPU whose cores work on one search together. A query that waits or runs already is not searched for twice. All
+    methods but the search itself run in the event loop.
     """
 
-    def __init__(self, retriever, *, max_batch: int = 256, max_wait_s: float = 0.005, max_waiting: int = 16384, cache_size: int = 100_000):
+    def __init__(self, retriever, *, max_batch: int = 256, max_wait_s: float = 0.005, max_waiting: int = 16384, cache_size: int = 100_000, num_searches: int = 1):
         self.retriever, self.max_batch, self.max_wait_s, self.max_waiting = retriever, max_batch, max_wait_s, max_waiting
         self.cache = Cache(cache_size, retriever.fingerprint)
         self.waiting: collections.OrderedDict[tuple[int, str], asyncio.Future] = collections.OrderedDict()
         self.running: dict[tuple[int, str], asyncio.Future] = {}
-        self.arrived, self.thread, self.task = asyncio.Event(), ThreadPoolExecutor(1, "search"), None
+        self.arrived, self.threads, self.tasks, self.num_searches, self.num_busy = asyncio.Event(), ThreadPoolExecutor(num_searches, "search"), set(), num_searches, 0
         self.started, self.latencies_s = time.monotonic(), collections.deque(maxlen=LATENCIES)
         self.counts = collections.Counter(requests=0, queries=0, failed=0, batches=0, searched=0, largest_batch=0)
 
@@ -75,8 +76,7 @@ class Batcher:
             pending[query] = self.waiting[topk, query] = asyncio.get_running_loop().create_future()
         if new:
             self.arrived.set()
-            if self.task is None or self.task.done():
-                self.task = asyncio.create_task(self._work())
+            self._start()
         if pending:
             await asyncio.wait(pending.values())  # not gather: a client that leaves must not cancel what others wait for
             failures = [future.exception() for future in pending.values() if future.exception() is not None]
@@ -87,33 +87,45 @@ class Batcher:
         self.latencies_s.append(time.monotonic() - began)
         return [found[query] for query in queries]
 
+    def _start(self) -> None:
+        if self.waiting and len(self.tasks) < self.num_searches:
+            task = asyncio.create_task(self._work())
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+
     async def _work(self) -> None:
         waits = True
         while self.waiting:
             if waits and len(self.waiting) < self.max_batch:
                 await self._gather()
+            if not self.waiting:  # another search took them
+                return
             topk = next(iter(self.waiting))[0]  # one topk a search: an approximate index answers 3 of 10 other than 3 of 3
-            keys = [key for key in self.waiting if key[0] == topk][: self.max_batch]
-            futures = [self.waiting.pop(key) for key in keys]
-            self.running = dict(zip(keys, futures))
+            share = -(-len(self.waiting) // (self.num_searches - self.num_busy))
+            keys = [key for key in self.waiting if key[0] == topk][: min(share, self.max_batch)]
+            futures = {key: self.waiting.pop(key) for key in keys}
+            self.running |= futures
+            self.num_busy += 1
+            self._start()
             began = time.monotonic()
             try:
-                results = await asyncio.get_running_loop().run_in_executor(self.thread, self.retriever.search, [query for _, query in keys], topk)
+                results = await asyncio.get_running_loop().run_in_executor(self.threads, self.retriever.search, [query for _, query in keys], topk)
                 assert len(results) == len(keys)
             except Exception as error:  # the retriever's; those who asked are told, and the server lives on
-                for future in futures:
+                for future in futures.values():
                     future.set_exception(error)
                     future.exception()  # heard, even where every client has left
             else:
-                for (_, query), future, passages in zip(keys, futures, results):
+                for (_, query), future, passages in zip(keys, futures.values(), results):
                     self.cache.put(query, topk, passages)
                     future.set_result(passages)
-            self.running = {}
+            for key in keys:
+                del self.running[key]
+            self.num_busy -= 1
             self.counts.update(batches=1, searched=len(keys))
             self.counts["largest_batch"] = max(self.counts["largest_batch"], len(keys))
             waits = time.monotonic() - began < self.max_wait_s  # during a long search those who could come have come
-            if not waits:
-                await asyncio.sleep(0)
+            await asyncio.sleep(0)  # those who were just answered may ask again at once
 
     async def _gather(self) -> None:
         end = time.monotonic() + self.max_wait_s
@@ -142,6 +154,6 @@ class Batcher:
 
     async def close(self) -> None:
         """Lets what is under way end."""
-        if self.task is not None:
-            await asyncio.wait([self.task])
-        self.thread.shutdown()
+        if self.tasks:
+            await asyncio.wait(self.tasks)
+        self.threads.shutdown()

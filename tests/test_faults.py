@@ -19,17 +19,17 @@ from lld import protocol
 from lld.protocol import Passage
 from lld.tools import RetrieverError
 
-FAULTS = ("killed", "hangs", "garbage", "short", "empty", "blank", "error", "half")
+FAULTS = ("killed", "hangs", "short", "garbage", "empty", "blank", "error", "half")
 
 
 class Unreliable(BaseHTTPRequestHandler):
-    """Answers well, and remembers what it answered, or does one of FAULTS; `draw` decides, request by request."""
+    """Answers well, and remembers what it answered, or does the next of FAULTS; `draw` decides, request by request."""
 
     def do_POST(self):
         cls = type(self)
         queries = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["queries"]
         with cls.lock:
-            fault = cls.draw.choice(FAULTS) if cls.draw.random() < cls.share else None
+            fault = FAULTS[len(cls.faults) % len(FAULTS)] if cls.draw.random() < cls.share else None
             cls.served += 1
             passages = {query: [{"document": {"id": f"{cls.served}-{rank}", "contents": f'"T {cls.served}"\nabout {query} {rank}'}, "score": 1.0} for rank in range(3)] for query in queries}
             if fault is not None:
@@ -97,8 +97,8 @@ def observations(episode) -> list[list[int]]:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_only_what_was_retrieved_is_trained_on(folder, monkeypatch, overlap):
     """Every observation of every trained episode is, token for token, the rendering of a good reply to its very query."""
-    code, handler, trained = run(folder, f"faulty-{overlap}", monkeypatch, 0.25, overlap_search=overlap)
-    assert code == 0 and len(trained) == 4 and set(handler.faults) >= {"killed", "hangs", "short"}, (code, handler.faults)
+    code, handler, trained = run(folder, f"faulty-{overlap}", monkeypatch, 0.3, overlap_search=overlap)
+    assert code == 0 and len(trained) == 4 and len(set(handler.faults)) >= 4, (code, handler.faults)
     tokenizer = train.load_tokenizer(train.config.load(str(folder / f"faulty-{overlap}.yaml")).model)
     retrieved = {(query, tuple(contents)) for reply in handler.good for query, contents in reply.items()}
     num_observations = 0

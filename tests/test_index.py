@@ -23,7 +23,7 @@ from lld.config import Retriever
 from lld.corpus import Corpus
 from lld.encoder import Encoder
 from lld.index import Vectors, build_index, faiss_factory
-from lld.retrieval import open_retriever
+from lld.retrieval import nearest, open_retriever
 
 NUM = 700
 
@@ -286,7 +286,7 @@ def test_all_real_questions_find_what_numpy_finds():
         some_QD = queries_QD[start : start + 125]
         scores_QN = some_QD.numpy() @ vectors_ND.T
         best_QK = np.argsort(-scores_QN, axis=1)[:, :10]
-        for rows_QK in (flat.index.search(some_QD.numpy(), 10)[1], exact.nearest(some_QD, 10)[1].numpy()):
+        for rows_QK in (flat.index.search(some_QD.numpy(), 10)[1], nearest(exact.parts, some_QD, 10)[1].numpy(), flat._nearest(some_QD.numpy(), 10)[1]):
             differs = rows_QK != best_QK
             gaps = np.take_along_axis(scores_QN, best_QK, 1) - np.take_along_axis(scores_QN, rows_QK, 1)
             assert np.abs(gaps[differs]).max(initial=0) < 1e-6

@@ -63,6 +63,14 @@ def test_batches_are_bounded_and_hold_one_topk():
     assert all(int(query[1:]) % 2 == topk - 1 for queries, topk in retriever.asked for query in queries)
 
 
+def test_searches_side_by_side_share_what_waits():
+    retriever = Slow(0.1)
+    started = time.perf_counter()
+    found, stats = together(retriever, [([f"q{i}"], 1) for i in range(30)], num_searches=3)
+    assert sorted(len(queries) for queries, _ in retriever.asked) == [10, 10, 10] and time.perf_counter() - started < 0.25
+    assert [hits[0][0].contents for hits in found] == [f"q{i} 0" for i in range(30)] and stats["queue"] == {"waiting": 0, "running": 0}
+
+
 def test_a_lone_request_waits_no_longer_than_it_must():
     started = time.perf_counter()
     together(Slow(0), [(["q"], 1)], max_wait_s=0.05)
