@@ -42,8 +42,8 @@ class Cache:
 class Batcher:
     """Answers queries of many requests with few searches of the retriever.
 
-    A search begins when `max_batch` queries wait, or `max_wait_s` after the first of them came, or at once where the last
-    search took longer than that. `num_searches` run side by side, each on one of the threads that share what waits: 1 suits a
+    A search begins when `max_batch` queries wait, or none has come for `max_wait_s`, at the latest a quarter of the last
+    search's time after the first: those who were just answered ask again, and half a batch costs more than half. `num_searches` run side by side, each on one of the threads that share what waits: 1 suits a
     GPU, or a CPU whose cores work on one search together. A query that waits or runs already is not searched for twice. All
     methods but the search itself run in the event loop.
     """
@@ -94,10 +94,9 @@ class Batcher:
             task.add_done_callback(self.tasks.discard)
 
     async def _work(self) -> None:
-        waits = True
+        last_s = 0.0
         while self.waiting:
-            if waits and len(self.waiting) < self.max_batch:
-                await self._gather()
+            await self._gather(max(self.max_wait_s, last_s / 4))
             if not self.waiting:  # another search took them
                 return
             topk = next(iter(self.waiting))[0]  # one topk a search: an approximate index answers 3 of 10 other than 3 of 3
@@ -124,15 +123,15 @@ class Batcher:
             self.num_busy -= 1
             self.counts.update(batches=1, searched=len(keys))
             self.counts["largest_batch"] = max(self.counts["largest_batch"], len(keys))
-            waits = time.monotonic() - began < self.max_wait_s  # during a long search those who could come have come
+            last_s = time.monotonic() - began
             await asyncio.sleep(0)  # those who were just answered may ask again at once
 
-    async def _gather(self) -> None:
-        end = time.monotonic() + self.max_wait_s
+    async def _gather(self, longest_s: float) -> None:
+        end = time.monotonic() + longest_s
         while len(self.waiting) < self.max_batch and (left_s := end - time.monotonic()) > 0:
             self.arrived.clear()
             try:
-                await asyncio.wait_for(self.arrived.wait(), left_s)
+                await asyncio.wait_for(self.arrived.wait(), min(left_s, self.max_wait_s))
             except asyncio.TimeoutError:
                 return
 
