@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from lld.protocol import Passage
 
-SMALL_BYTES = 1 << 26  # a file up to this size is read into memory at every start and leaves no Arrow file behind
+SMALL_BYTES = 1 << 22  # a file up to this size is read into memory at every start and leaves no Arrow file behind
 BATCH_ROWS = 1 << 14
 SCHEMA = pa.schema([("id", pa.large_string()), ("contents", pa.large_string())])
 

@@ -149,6 +149,7 @@ def test_threads_may_share_an_encoder(encoder_name):
         entered.release()
         return tokenizer(*args, **kwargs)
 
+    jealous.pad = tokenizer.pad
     encoder.tokenizer = jealous
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(lambda some: encoder.encode(some, "query"), texts))

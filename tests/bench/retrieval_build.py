@@ -2,7 +2,7 @@
 
     python tests/bench/retrieval_build.py --work /somewhere/with/3GB [--num 60000 1000000]
 
-Passages are those of ../shared, again and again with new ids. The encoder is a random one-layer BERT of 64 dimensions on 16
+Passages are the first 24 words of those of ../shared, again and again with new ids. The encoder is a random one-layer BERT of 64 dimensions on 16
 tokens a passage: memory and resuming do not depend on the encoder, and a real one would take hours here. "peak own" is the
 largest anonymous memory of the process (what cannot be given back; pages of mapped files can), sampled every 20 ms.
 The build of the smallest size is also killed (SIGKILL) at three random moments and resumed each time.
@@ -77,7 +77,7 @@ def main() -> None:
     work = Path(args.work)
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    texts = [json.loads(line)["contents"] for line in gzip.open(ROOT.parent / "shared" / "data" / "corpus.jsonl.gz")]
+    texts = [" ".join(json.loads(line)["contents"].split(" ")[:24]) for line in gzip.open(ROOT.parent / "shared" / "data" / "corpus.jsonl.gz")]
     counted = {}
     for text in texts:
         for word in text.split():
@@ -101,7 +101,7 @@ def main() -> None:
         if num == min(args.num):
             draw, base_s = random.Random(0), run([sys.executable, "-c", "import lld.retrieval"], env)[0]
             for _ in range(3):
-                kills.append(base_s + draw.random() * 0.6 * (seconds - base_s))
+                kills.append(base_s + draw.random() * 0.3 * (seconds - base_s))
                 run(command(name + "-killed"), env, kills[-1])
             left = len(list(Path(f"{name}-killed.partial").glob("vectors/*.npy")))
             run(command(name + "-killed"), env)

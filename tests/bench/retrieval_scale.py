@@ -30,6 +30,8 @@ SHARD = 1 << 16
 
 def jittered(real: Vectors, num: int, folder: Path) -> Vectors:
     """`num` vectors in shards under `folder`: the real ones first, then jittered copies, in the order of the passages."""
+    if (folder / "vectors").is_dir() and len(Vectors(folder)) == num:
+        return Vectors(folder)
     (folder / "vectors").mkdir(parents=True, exist_ok=True)
     draw, base_ND = np.random.default_rng(0), real.take(np.arange(len(real)))
     spread_DD = np.linalg.cholesky(np.cov(base_ND.T) + 1e-9 * np.eye(real.dim)).astype(np.float32)
@@ -62,6 +64,7 @@ def main() -> None:
     parser.add_argument("--work", required=True, help="folder for vectors and indexes")
     parser.add_argument("--train-rows", type=int, default=65536)
     parser.add_argument("--factories", nargs="+", default=["IVF{lists},SQ8", "IVF{lists},PQ96x8np", "IVF{lists},RaBitQ3"])
+    parser.add_argument("--skip-int8", action="store_true")
     parser.add_argument("--probes", type=int, nargs="+", default=[16, 64])
     args = parser.parse_args()
     real = Vectors(Path(args.index))
@@ -79,10 +82,10 @@ def main() -> None:
         print(f"| {len(vectors):,} | torch float16, mapped | 0 | {flat_mb / 2:.0f} | 1/2 | exact | 1.000 | {args.questions / (time.perf_counter() - began):.0f} |", flush=True)
         recall = lambda rows_QK: np.mean([len(set(a) & set(b)) / 10 for a, b in zip(exact_QK.tolist(), rows_QK.tolist())])
         began = time.perf_counter()
-        small = [(start, *quantize(shard)) for start, shard, _ in parts]
+        small = [] if args.skip_int8 else [(start, *quantize(shard)) for start, shard, _ in parts]
         built_s, began = time.perf_counter() - began, time.perf_counter()
-        rows_QK = nearest(small, queries_QD, 10)[1].numpy()
-        print(f"| | torch int8 | {built_s:.0f} | {flat_mb / 4 + 4 * len(vectors) / 1e6:.0f} | 1/4.0 | exact | {recall(rows_QK):.3f} | {args.questions / (time.perf_counter() - began):.0f} |", flush=True)
+        rows_QK = nearest(small, queries_QD, 10)[1].numpy() if small else None
+        small and print(f"| | torch int8 | {built_s:.0f} | {flat_mb / 4 + 4 * len(vectors) / 1e6:.0f} | 1/4.0 | exact | {recall(rows_QK):.3f} | {args.questions / (time.perf_counter() - began):.0f} |", flush=True)
         del small
         lists = 1 << round(np.log2(len(vectors) ** 0.5))  # fewer than faiss_factory's 4 sqrt(N): two cores
         for template in args.factories:
