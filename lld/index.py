@@ -165,7 +165,7 @@ def build_index(corpus_path: str, out: str, encoder_name: str, index: str = "fla
     needs no encoder. A finished folder of the same corpus and encoder gets this FAISS index instead of the one it has.
     vectors: a flat FAISS file to copy the vectors from. Raises ValueError where `out` holds something else, or the very same.
     """
-    state, final, folder = PartialState(), Path(out), Path(f"{out}.partial")
+    state, final, folder = PartialState(cpu=not torch.cuda.is_available()), Path(out), Path(f"{out}.partial")
     with state.main_process_first():  # the others find the Arrow file there
         corpus = Corpus(corpus_path)
     plan, factory = {"corpus_sha256": corpus.sha256, "num_passages": len(corpus)}, index
