@@ -82,7 +82,7 @@ def evaluation_settings(cfg: Config, names: list[str], checkpoint: dict[str, str
         "run": pick("run", "seed"),
         "model": pick("model", "mixed_precision"),
         "rollout": pick("rollout", "max_new_tokens", "max_observation_tokens", "max_episode_tokens"),
-        "retriever": pick("retriever", "index", "corpus", "encoder", "backend", "topk"),
+        "retriever": pick("retriever", "index", "corpus", "encoder", "backend", "dtype", "faiss_params", "rerank", "oracle_questions", "topk"),
         "eval": pick("eval", "max_turns", "temperature", "top_p"),
         "benchmarks": {name: cfg.eval.benchmarks[name] for name in names},
     }
@@ -179,8 +179,7 @@ def play_missing(benchmarks: dict[str, list[Question]], out: Path, cfg: Config, 
     for questions in benchmarks.values():
         check_prompts(tokenizer, questions, cfg.rollout.max_prompt_tokens)
     protocol.check_observation_budget(tokenizer, cfg.retriever.topk, cfg.rollout.max_observation_tokens)
-    if cfg.retriever.url is not None:
-        check_health(cfg.retriever.url, cfg.retriever.timeout_s)  # before the minutes that a large model takes to load
+    check_health(cfg.retriever)  # before the minutes that a large model takes to load
     search = make_search(cfg.retriever)
     engine = open_engine(cfg, tokenizer, accelerator.device)
     with tqdm(total=total, initial=num_done, unit="question", smoothing=0.02, disable=not accelerator.is_main_process) as bar:

@@ -132,7 +132,7 @@ def learn(parts: Parts, cfg: config.Config, step: int, episodes: list[Episode], 
     rewards = score_episodes(episodes, parts.tokenizer, cfg.reward)
     rewards_PG = torch.tensor(rewards).view(-1, cfg.rollout.group_size)
     batch = collate(episodes, group_advantages(rewards_PG, normalize_std=cfg.advantage.normalize_std), parts.tokenizer.pad_token_id)
-    row = {"step": step} | metrics.describe_episodes(episodes, rewards_PG)
+    row = {"step": step, "failed_groups": 1 - len(rewards_PG) / cfg.rollout.num_questions} | metrics.describe_episodes(episodes, rewards_PG)
     row |= {"lld_beta": answer_beta(row["searches"], cfg.loss), "lr": learning_rate(step, cfg.optim)}
     for group in parts.optimizer.param_groups:
         group["lr"] = row["lr"]
@@ -232,8 +232,7 @@ def open_world(cfg: config.Config, tokenizer: PreTrainedTokenizerBase) -> tuple[
     for some in (questions, *held_out.values()):
         check_prompts(tokenizer, some, cfg.rollout.max_prompt_tokens)
     protocol.check_observation_budget(tokenizer, cfg.retriever.topk, cfg.rollout.max_observation_tokens)
-    if cfg.retriever.url is not None:
-        check_health(cfg.retriever.url, cfg.retriever.timeout_s)
+    check_health(cfg.retriever)
     return questions, held_out, metrics.Timed(make_search(cfg.retriever))
 
 
@@ -257,9 +256,10 @@ def new_engine(parts: Parts, cfg: config.Config, sampling: config.Rollout | conf
 
 
 def play(parts: Parts, cfg: config.Config, step: int) -> tuple[list[Episode], str | None]:
-    """All episodes of a step, question by question, on every process; or why a search failed, on any of them.
+    """The step's episodes, question by question, on every process, without the groups in which a search failed.
 
-    Each process plays whole groups of every num_processes-th question.
+    Where more groups failed than `rollout.max_failed_groups` allows, on all processes together: none, and why. Each process
+    plays whole groups of every num_processes-th question.
     """
     accelerator, options = parts.accelerator, cfg.rollout
     questions = questions_of_step(parts.questions, step, options.num_questions, cfg.run.seed)
@@ -272,7 +272,8 @@ def play(parts: Parts, cfg: config.Config, step: int) -> tuple[list[Episode], st
             played = rollout(
                 new_engine(parts, cfg, options), parts.tokenizer, [question for _, question in mine], parts.search, num_samples=options.group_size, seed=cfg.run.seed, step=step, repeats=repeats,
                 max_turns=options.max_turns, max_new_tokens=options.max_new_tokens, max_observation_tokens=options.max_observation_tokens,
-                max_episode_tokens=options.max_episode_tokens, overlap_search=options.overlap_search, progress=progress.update,
+                max_episode_tokens=options.max_episode_tokens, max_failed_groups=int(options.max_failed_groups * len(questions)),
+                overlap_search=options.overlap_search, progress=progress.update,
             )  # fmt: skip
     except RetrieverError as error:
         failure = str(error)
@@ -281,7 +282,10 @@ def play(parts: Parts, cfg: config.Config, step: int) -> tuple[list[Episode], st
         return [], failures[0]
     groups = [(index, played[i * options.group_size : (i + 1) * options.group_size]) for i, (index, _) in enumerate(mine)]
     groups = sorted(gather_object(groups), key=lambda group: group[0])
-    return [episode for _, group in groups for episode in group], None
+    failures = [next(e.failure for e in group if e.failure) for _, group in groups if any(e.failure for e in group)]
+    if len(failures) > options.max_failed_groups * len(questions):
+        return [], failures[0]
+    return [episode for _, group in groups if not any(e.failure for e in group) for episode in group], None
 
 
 def evaluate(parts: Parts, cfg: config.Config, num_steps: int) -> dict[str, float]:

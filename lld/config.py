@@ -56,6 +56,7 @@ class Rollout:
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
     num_slots: int = 256  # sequences decoded together, on each process
+    max_failed_groups: float = 0.1  # share of a step's groups that may be dropped because a search failed; beyond it the run stops
     overlap_search: bool = True  # decode on while searches run; False makes the schedule, and so the last bits, repeatable
 
 
@@ -105,13 +106,24 @@ class Optim:
 @dataclass(frozen=True)
 class Retriever:
     url: str | None = "http://127.0.0.1:8000"  # null searches in this process
-    index: str | None = None  # folder made by `python -m lld.retrieval build`, or a FAISS file; used where url is null
+    replicas: tuple[str, ...] = ()  # further servers of the same index; they share the work and stand in for each other
+    timeout_s: float = 30.0  # of one attempt
+    deadline_s: float = 120.0  # of a search with all its attempts
+    retries: int = 3
+    topk: int = 3
+    record: str | None = None  # file that keeps every query and its passages
+    replay: str | None = None  # such a file, which then answers instead of a server or an index
+    # What follows is read by retriever_server.py, and in this process where url is null.
+    index: str | None = None  # folder made by `python -m lld.retrieval build`, or a FAISS file
     corpus: str | None = None  # jsonl of {"id", "contents"}
     encoder: str = "intfloat/e5-base-v2"
-    backend: Literal["faiss", "torch", "bm25"] = "faiss"
-    topk: int = 3
-    timeout_s: float = 30.0
-    retries: int = 3
+    backend: Literal["faiss", "torch", "bm25", "random", "empty", "oracle"] = "faiss"
+    dtype: Literal["float16", "int8"] = "float16"  # of backend torch
+    faiss_params: str = ""  # FAISS's search parameters, such as "nprobe=64"; empty keeps the index's own
+    rerank: int = 0  # candidates of a FAISS index to score again with the vectors on disk
+    oracle_questions: str | None = None  # jsonl or parquet of questions whose answers backend oracle finds
+    device: Literal["auto", "cpu"] = "auto"  # auto: all GPUs, if there are any
+    max_memory_gb: float | None = None  # refuse what needs more; null: what is free
 
 
 @dataclass(frozen=True)
@@ -303,7 +315,7 @@ def validate(cfg: Config) -> None:
         "run": ("steps", "save_every"),
         "rollout": ("num_questions", "max_turns", "max_prompt_tokens", "max_new_tokens", "max_observation_tokens", "num_slots"),
         "optim": ("updates_per_rollout", "micro_batch_size", "lr", "max_grad_norm"),
-        "retriever": ("topk", "timeout_s"),
+        "retriever": ("topk", "timeout_s", "deadline_s"),
         "eval": ("max_questions", "max_turns", "batch_size"),
         "monitor": ("sentinel_size", "trajectories_questions"),
         "tinyworld": ("num_people", "warm_start_steps", "num_layers", "hidden_size"),
@@ -317,7 +329,7 @@ def validate(cfg: Config) -> None:
         "rollout": ("temperature",),
         "loss": ("clip_low", "clip_high", "kl_weight", "entropy_weight", "lld_weight", "lld_answer_weight", "lld_lag_steps"),
         "optim": ("warmup_steps", "weight_decay"),
-        "retriever": ("retries",),
+        "retriever": ("retries", "rerank"),
         "eval": ("every", "temperature"),
         "monitor": ("rescore_every", "sentinel_every", "trajectories_every", "crash_box"),
     }.items():
@@ -367,10 +379,29 @@ def validate(cfg: Config) -> None:
     unknown = [name for name in cfg.eval.during_training if name not in cfg.eval.benchmarks]
     if unknown:
         raise ValueError(f"eval.during_training names {unknown[0]!r}: {_nearest(unknown[0], cfg.eval.benchmarks)}")
-    if cfg.retriever.url is None and cfg.retriever.corpus is None:
+    if not 0 <= rollout.max_failed_groups < 1:
+        raise ValueError(f"rollout.max_failed_groups = {rollout.max_failed_groups}: must be in [0, 1), a share of the step's groups")
+    fewest = (rollout.num_questions - int(rollout.max_failed_groups * rollout.num_questions)) * rollout.group_size
+    if fewest < optim.updates_per_rollout:
+        raise ValueError(f"rollout.max_failed_groups = {rollout.max_failed_groups} may leave {fewest} episodes of a step, fewer than optim.updates_per_rollout = {optim.updates_per_rollout}: lower one of the two")
+    _validate_retriever(cfg)
+    if cfg.retriever.url is None and cfg.retriever.corpus is None and cfg.retriever.replay is None:
         raise ValueError("retriever.url is null, so the search runs in this process and needs retriever.corpus (and retriever.index, unless backend is bm25)")
     if cfg.tinyworld.num_people < 20:
         raise ValueError(f"tinyworld.num_people = {cfg.tinyworld.num_people}: too small for distractors; use 20 or more")
     for name in ("namesake_share", "two_hop_share"):
         if not 0 <= getattr(cfg.tinyworld, name) <= 1:
             raise ValueError(f"tinyworld.{name} = {getattr(cfg.tinyworld, name)}: must be in [0, 1]")
+
+
+def _validate_retriever(cfg: Config) -> None:
+    options = cfg.retriever
+    _refuse_unread(cfg, "retriever", ["replicas"], options.url is None, "retriever.url = null")
+    _refuse_unread(cfg, "retriever", ["dtype"], options.backend != "torch", f"retriever.backend = {options.backend!r}")
+    _refuse_unread(cfg, "retriever", ["faiss_params", "rerank"], options.backend != "faiss", f"retriever.backend = {options.backend!r}")
+    _refuse_unread(cfg, "retriever", ["oracle_questions"], options.backend != "oracle", f"retriever.backend = {options.backend!r}")
+    _refuse_unread(cfg, "retriever", ["record"], options.replay is not None, f"retriever.replay = {options.replay!r}")
+    if options.backend == "oracle" and options.oracle_questions is None:
+        raise ValueError("retriever.backend = 'oracle' needs retriever.oracle_questions: the questions whose gold answers it is to find")
+    if options.max_memory_gb is not None and not options.max_memory_gb > 0:
+        raise ValueError(f"retriever.max_memory_gb = {options.max_memory_gb}: must be greater than 0, or null for what is free")

@@ -36,7 +36,8 @@ class Episode:
 
     `token_ids`, `action_ids` and `logprobs` have equal length and exclude the prompt. `action_ids[t]` is 0 for a token the
     model did not write and k for a token of its k-th action; `logprobs[t]` is that of the distribution it was sampled
-    from (0.0 where action_ids is 0). `stop_reason` is "answer", "turns" (out of turns) or "length" (out of context).
+    from (0.0 where action_ids is 0). `stop_reason` is "answer", "turns" (out of turns), "length" (out of context) or
+    "failed_search", of which `failure` says why; such an episode is never trained on.
     """
 
     question: Question
@@ -47,6 +48,7 @@ class Episode:
     logprobs: list[float] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     stop_reason: str = ""
+    failure: str = ""
 
     @property
     def name(self) -> str:

@@ -1,168 +1,38 @@
-"""Passages for queries: corpus, encoder, three search backends, and `python -m lld.retrieval build`.
+"""Passages for queries: the search backends, opening them, and `python -m lld.retrieval build`.
 
 A backend is a class with `search(queries, topk) -> list[list[Passage]]`, best passage first:
 
-- faiss: an exact inner-product index, or any other file `faiss.read_index` opens, memory-mapped, on the CPU. Search-R1's
+- faiss: a FAISS file, on the CPU mapped from the disk, or shared out over the GPUs in float16 (needs faiss-gpu). Search-R1's
   own `e5_Flat.index` and `wiki-18.jsonl` work as they are.
-- torch: exact search, chunk by chunk, over a float16 or float32 matrix on disk; on the GPU where there is one.
+- torch: exact search, chunk by chunk, over the float16 shards of an index folder, or over int8 made of them; on all GPUs there
+  are, or on the CPU, where float16 shards stay mapped from the disk.
 - bm25: words (k1 0.9, b 0.4), no neural encoder. Without an index folder it is built in memory when opened. A word is a run
   of letters and digits in lower case: no stemming and no stop words, which would confuse or lose made-up names. Equal
   scores come in corpus order, and passages that share no word with the query fill up the list with score 0.
+- random, empty, oracle: controls of an experiment (controls.py).
 """
 
 import argparse
-import gzip
-import hashlib
-import json
-import mmap
-import re
-import shutil
-import tempfile
-import threading
-from collections.abc import Iterator
+import os
 from pathlib import Path
 
 import bm25s
 import faiss
 import numpy as np
 import torch
-from tqdm import tqdm
-from transformers import AutoModel, AutoTokenizer
 
+from lld import memory
 from lld.config import Retriever
+from lld.controls import EmptySearch, OracleSearch, RandomSearch
+from lld.corpus import Corpus
+from lld.encoder import Encoder
+from lld.index import BUILD, SHARD_ROWS, WORD, Vectors, build_bm25, build_index, check_vectors, fingerprint, read_manifest
 from lld.protocol import Passage
 
-BUILD = "python -m lld.retrieval build --corpus CORPUS --out FOLDER --encoder NAME --backend faiss|torch|bm25"
-SCAN_BYTES = 1 << 26
-CHUNK_ROWS = 1 << 16  # vectors scored at once by the torch backend
-SAME_VECTOR = 0.95  # cosine of one passage encoded twice; E5 gives two unrelated passages 0.7 to 0.8
-WORD = re.compile(r"\w+")
-
-
-def parse_passage(line: bytes, where: str, score: float = 0.0) -> Passage:
-    """The passage in one jsonl line; ValueError naming `where` unless it is {"id": …, "contents": non-empty string}."""
-    try:
-        record = json.loads(line.decode())  # given bytes, json.loads takes as long again to guess the encoding
-        record["contents"].encode()  # a lone surrogate would break the tokenizer and the server's reply much later
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{where}: {line[:80]!r} must be a JSON object with \"id\" and \"contents\" in UTF-8 ({error!r}); mend or delete the line") from None
-    if not isinstance(record.get("id"), (str, int)) or not record["contents"].strip():
-        raise ValueError(f"{where}: {line[:80]!r} needs an \"id\" (string or number) and a non-empty \"contents\"; mend or delete the line")
-    return Passage(str(record["id"]), record["contents"], score)
-
-
-class Corpus:
-    """A jsonl file of passages, memory-mapped: only where lines start is held, and `corpus[i]` parses line i.
-
-    A .gz is unpacked into an unnamed temporary file, so leave a big corpus unpacked. `sha256` is of the unpacked bytes.
-    With `validate` every line is parsed once (about 4 µs each); without, a fingerprint must vouch for the file.
-    Raises ValueError for a missing or empty file, a malformed line and a repeated id, with file and line number.
-    """
-
-    def __init__(self, path: str | Path, validate: bool = True):
-        self.path = str(path)
-        if not Path(path).is_file():
-            raise ValueError(f"no corpus file {path}: set retriever.corpus to a jsonl (or .jsonl.gz) of {{\"id\", \"contents\"}}")
-        with tempfile.TemporaryFile() if self.path.endswith(".gz") else open(path, "rb") as file:
-            if self.path.endswith(".gz"):
-                try:
-                    with gzip.open(path) as packed:
-                        shutil.copyfileobj(packed, file, SCAN_BYTES)
-                except (EOFError, OSError) as error:
-                    raise ValueError(f"cannot unpack {path} ({error}): fetch it again") from None
-                file.flush()
-            if file.seek(0, 2) == 0:
-                raise ValueError(f"{path} is empty: a corpus needs at least one passage")
-            self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)  # outlives the file object
-        digest, ends = hashlib.sha256(), []
-        for start in range(0, len(self.bytes), SCAN_BYTES):
-            block = self.bytes[start : start + SCAN_BYTES]
-            digest.update(block)
-            ends.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + start + 1)
-        if self.bytes[-1:] != b"\n":
-            ends.append([len(self.bytes)])
-        self.bounds = np.concatenate([[0], *ends]).astype(np.int64)
-        self.sha256 = digest.hexdigest()
-        if validate:
-            self._refuse_repeated_ids()
-
-    def __len__(self) -> int:
-        return len(self.bounds) - 1
-
-    def __getitem__(self, row: int) -> Passage:
-        return self.passage(row)
-
-    def passage(self, row: int, score: float = 0.0) -> Passage:
-        """The passage on line `row` (from 0), with a search's score."""
-        return parse_passage(self.bytes[self.bounds[row] : self.bounds[row + 1]], f"{self.path} line {row + 1}", score)
-
-    def _refuse_repeated_ids(self) -> None:
-        rows = tqdm(range(len(self)), desc=f"checking {self.path}", disable=len(self) < 1_000_000)
-        hashes = np.fromiter((hash(self[row].id) for row in rows), np.int64, len(self))  # 8 bytes a passage, unlike a set of ids
-        order = np.argsort(hashes, kind="stable")
-        for at in np.flatnonzero(hashes[order[1:]] == hashes[order[:-1]]):
-            first, second = order[at], order[at + 1]
-            if self[first].id == self[second].id:
-                raise ValueError(f"{self.path} line {second + 1}: id {self[second].id!r} was used on line {first + 1}; ids must differ")
-
-
-def encoder_style(name: str) -> dict[str, str]:
-    """What an encoder expects, from the last part of its name: {"query": prefix, "passage": prefix, "pooling": "mean" | "cls"}.
-
-    "e5" as a word of the name: "query: " / "passage: ", mean. "bge": an instruction before queries, CLS. Any other: no
-    prefix, mean. These are Search-R1's rules. `1_Pooling/config.json` in a local folder overrules the pooling; ValueError
-    if it asks for another kind.
-    """
-    words = re.split(r"[^a-z0-9]+", Path(name).name.lower())
-    style = {"query": "", "passage": "", "pooling": "mean"}
-    if "e5" in words:
-        style |= {"query": "query: ", "passage": "passage: "}
-    elif "bge" in words:
-        style |= {"query": "Represent this sentence for searching relevant passages: ", "pooling": "cls"}
-    pooling_file = Path(name) / "1_Pooling" / "config.json"
-    if pooling_file.is_file():
-        options = json.loads(pooling_file.read_text())
-        modes = [key.removeprefix("pooling_mode_").removesuffix("_tokens").removesuffix("_token") for key, on in options.items() if on is True and key.startswith("pooling_mode_")]
-        mode = options.get("pooling_mode") or "+".join(modes)  # sentence-transformers >= 6 writes one name
-        if mode not in ("mean", "cls"):
-            raise ValueError(f"{pooling_file} asks for {mode!r} pooling: use an encoder with mean or cls pooling")
-        style["pooling"] = mode
-    return style
-
-
-class Encoder:
-    """A text encoder from a hub name or folder: fp16 on a GPU, fp32 on the CPU; safe to call from several threads."""
-
-    def __init__(self, name: str, max_tokens: int = 256):
-        self.name, self.max_tokens, self.style = name, max_tokens, encoder_style(name)
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(name)
-            self.model = AutoModel.from_pretrained(name, dtype=torch.float16 if self.device.type == "cuda" else torch.float32)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"cannot load the encoder {name!r}: give retriever.encoder a hub name or a folder with model and tokenizer ({error})") from None
-        self.model.to(self.device).eval()
-        self.dim = self.model.config.hidden_size
-        self.lock = threading.Lock()  # a fast tokenizer refuses two threads at once ("Already borrowed")
-
-    @torch.inference_mode()
-    def encode(self, texts: list[str], kind: str, batch_size: int = 32) -> torch.Tensor:
-        """Unit vectors (Q, D), float32 on the CPU, of "query" or "passage" texts cut at `max_tokens`, in the order given."""
-        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # texts of like length share a batch: less padding
-        vectors_QD = torch.empty(len(texts), self.dim)
-        for start in range(0, len(texts), batch_size):
-            rows = order[start : start + batch_size]
-            prefixed = [self.style[kind] + texts[row] for row in rows]
-            with self.lock:
-                tokens = self.tokenizer(prefixed, padding=True, truncation=True, max_length=self.max_tokens, return_tensors="pt").to(self.device)
-            hidden_QTD = self.model(**tokens).last_hidden_state.float()
-            if self.style["pooling"] == "cls":
-                pooled_QD = hidden_QTD[:, 0]
-            else:
-                mask_QT1 = tokens["attention_mask"].unsqueeze(-1)
-                pooled_QD = (hidden_QTD * mask_QT1).sum(1) / mask_QT1.sum(1)
-            vectors_QD[rows] = torch.nn.functional.normalize(pooled_QD, dim=-1).cpu()
-        return vectors_QD
+CHUNK_ROWS = 1 << 14  # vectors scored at once on the CPU: with QUERY_ROWS queries 16 MB of scores
+GPU_CHUNK_ROWS = 1 << 18  # and on a GPU
+QUERY_ROWS = 256
+BM25_BYTES = 12  # bytes of BM25 index a byte of packed or plain corpus, while it is built in memory
 
 
 def _num_hits(corpus: Corpus, topk: int) -> int:
@@ -175,85 +45,150 @@ def _hits(corpus: Corpus, rows, scores) -> list[Passage]:
     return [corpus.passage(int(row), float(score)) for row, score in zip(rows, scores) if row >= 0]  # -1: FAISS found fewer
 
 
-def _check_vectors(where: str, num_vectors: int, dim: int, first_D, corpus: Corpus, encoder: Encoder) -> None:
-    """Refuses vectors that are not this encoder's of this corpus; `first_D` is the stored vector of passage 0, or None."""
-    if num_vectors != len(corpus):
-        raise ValueError(f"{where} holds {num_vectors} vectors but {corpus.path} holds {len(corpus)} passages: give the corpus the index was built from, or build again ({BUILD})")
-    if dim != encoder.dim:
-        raise ValueError(f"{where} has dimension {dim} but {encoder.name} gives {encoder.dim}: set retriever.encoder to the one the index was built with")
-    if first_D is not None:
-        cosine = float(torch.as_tensor(first_D).float() @ encoder.encode([corpus[0].contents], "passage")[0])
-        if cosine < SAME_VECTOR:
-            raise ValueError(f"{where}: the stored vector of passage {corpus[0].id!r} and {encoder.name}'s agree only to {cosine:.2f} (cosine): another encoder, or a corpus in another order; set retriever.encoder and retriever.corpus to those the index was built with")
-
-
 class FaissSearch:
-    """Search in a FAISS index file; an L2 index gets negated distances as scores, so that higher is always better."""
+    """Search in a FAISS index file; an L2 index gets negated distances as scores, so that higher is always better.
+
+    params: FAISS's search parameters, such as "nprobe=64" or "efSearch=128"; "" keeps those of the file. With `rerank` the
+    best so many are scored again with the float16 vectors on the disk, `rerank` random reads a query: a small compressed
+    index in memory then gives nearly exact results.
+    """
 
     backend = "faiss"
 
-    def __init__(self, path: Path, corpus: Corpus, encoder: Encoder):
-        self.corpus, self.encoder = corpus, encoder
+    def __init__(self, path: Path, corpus: Corpus, encoder: Encoder, params: str = "", rerank: int = 0, vectors: Vectors | None = None):
+        self.corpus, self.encoder, self.rerank, self.vectors = corpus, encoder, rerank, vectors
         try:
             self.index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
         except RuntimeError as error:
             raise ValueError(f"{path} is not a FAISS index ({str(error).splitlines()[0]}): give an index file or a folder made by `{BUILD}`") from None
+        self.higher_is_better = self.index.metric_type == faiss.METRIC_INNER_PRODUCT
+        first_D = None
+        if self.higher_is_better:
+            try:
+                first_D = vectors.take(np.array([0]))[0] if vectors else self.index.reconstruct(0)
+            except RuntimeError:  # some compressed indexes cannot give a vector back
+                pass
+        check_vectors(str(path), self.index.ntotal, self.index.d, first_D, corpus, encoder)
+        space = faiss.ParameterSpace()
+        if encoder.device.type == "cuda" and hasattr(faiss, "GpuMultipleClonerOptions"):
+            options = faiss.GpuMultipleClonerOptions()
+            options.shard, options.useFloat16 = True, True  # a part of the vectors on every GPU, as Search-R1 does
+            self.index, space = faiss.index_cpu_to_all_gpus(self.index, co=options), faiss.GpuParameterSpace()
+        self.flat = None  # a flat index's own rows: PyTorch's matrix product over them takes a fifth of the time of FAISS's
+        if isinstance(self.index, faiss.IndexFlatIP):
+            rows_ND = faiss.rev_swig_ptr(self.index.get_xb(), self.index.ntotal * self.index.d).reshape(-1, self.index.d)
+            self.flat = [(0, torch.from_numpy(rows_ND), None)]
         try:
-            first_D = self.index.reconstruct(0) if self.index.metric_type == faiss.METRIC_INNER_PRODUCT else None
-        except RuntimeError:  # some compressed indexes cannot give a vector back
-            first_D = None
-        _check_vectors(str(path), self.index.ntotal, self.index.d, first_D, corpus, encoder)
+            space.set_index_parameters(self.index, params) if params else None
+        except RuntimeError as error:
+            raise ValueError(f"retriever.faiss_params = {params!r}: {path} does not take it ({str(error).splitlines()[-1].strip()})") from None
 
     def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
         num_hits = _num_hits(self.corpus, topk)
         if not queries:
             return []
-        scores_QK, rows_QK = self.index.search(self.encoder.encode(queries, "query").numpy(), num_hits)
-        if self.index.metric_type != faiss.METRIC_INNER_PRODUCT:
+        queries_QD = self.encoder.encode(queries, "query").numpy()
+        scores_QK, rows_QK = self._nearest(queries_QD, min(len(self.corpus), max(num_hits, self.rerank)))
+        if self.rerank:
+            scores_QK = np.einsum("qd,qkd->qk", queries_QD, self.vectors.take(np.maximum(rows_QK, 0)))
+            scores_QK[rows_QK < 0] = -np.inf
+            order_QK = np.argsort(-scores_QK, axis=1, kind="stable")[:, :num_hits]
+            scores_QK, rows_QK = np.take_along_axis(scores_QK, order_QK, 1), np.take_along_axis(rows_QK, order_QK, 1)
+        elif not self.higher_is_better:
             scores_QK = -scores_QK
         return [_hits(self.corpus, rows_K, scores_K) for rows_K, scores_K in zip(rows_QK, scores_QK)]
 
+    def _nearest(self, queries_QD: np.ndarray, num_hits: int) -> tuple[np.ndarray, np.ndarray]:
+        if self.flat is None or len(queries_QD) == 1:
+            return self.index.search(queries_QD, num_hits)
+        blocks = [nearest(self.flat, torch.from_numpy(queries_QD[start : start + QUERY_ROWS]), num_hits) for start in range(0, len(queries_QD), QUERY_ROWS)]
+        return tuple(torch.cat(some).numpy() for some in zip(*blocks))
+
+
+@torch.inference_mode()
+def nearest(parts: list[tuple], queries_QD: torch.Tensor, num_hits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores and rows (Q, K) of the best inner products, best first, over parts (first row, matrix, int8's scales or None).
+
+    GPUs work at once: nothing waits for them before the last lines.
+    """
+    best = []
+    for first, matrix_ND, scales_N1 in parts:
+        on_gpu = matrix_ND.device.type == "cuda"
+        chunk_rows = GPU_CHUNK_ROWS if on_gpu else CHUNK_ROWS
+        asked_QD = queries_QD.to(matrix_ND.device, torch.float16 if on_gpu else torch.float32)
+        scores_QK = rows_QK = None
+        for start in range(0, len(matrix_ND), chunk_rows):
+            chunk_ND = matrix_ND[start : start + chunk_rows].to(asked_QD.dtype)
+            # Sums in float32: scores rounded to half would tie. On a GPU this reads each float16 vector once and writes no copy.
+            scores_QN = torch.mm(asked_QD, chunk_ND.T, out_dtype=torch.float32) if on_gpu else asked_QD @ chunk_ND.T
+            if scales_N1 is not None:
+                scores_QN *= scales_N1[start : start + chunk_rows].T
+            some_QK, at_QK = scores_QN.topk(min(num_hits, scores_QN.shape[1]))
+            at_QK = at_QK + (first + start)
+            scores_QK = some_QK if scores_QK is None else torch.cat([scores_QK, some_QK], 1)
+            rows_QK = at_QK if rows_QK is None else torch.cat([rows_QK, at_QK], 1)
+            scores_QK, kept_QK = scores_QK.topk(min(num_hits, scores_QK.shape[1]))
+            rows_QK = rows_QK.gather(1, kept_QK)
+        best.append((scores_QK, rows_QK))
+    scores_QK = torch.cat([scores.cpu() for scores, _ in best], 1)
+    rows_QK = torch.cat([rows.cpu() for _, rows in best], 1)
+    scores_QK, kept_QK = scores_QK.topk(min(num_hits, scores_QK.shape[1]))
+    return scores_QK, rows_QK.gather(1, kept_QK)
+
+
+def quantize(vectors_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int8 codes (N, D) and scales (N, 1), float32, with codes * scales near the vectors: a scale a vector, its largest entry at 127."""
+    scales_N1 = vectors_ND.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
+    return (vectors_ND.float() / scales_N1).round().to(torch.int8), scales_N1
+
 
 class TorchSearch:
-    """Exact inner-product search over an .npy matrix; kept on the GPU if that leaves half of its free memory to others."""
+    """Exact inner-product search over float16 vectors, or over int8 made of them (a quarter of float32, nearly exact).
+
+    `parts` are (first row, matrix, scales or None): on the CPU one a shard, mapped from the disk if float16; on GPUs one each.
+    """
 
     backend = "torch"
 
-    def __init__(self, path: Path, corpus: Corpus, encoder: Encoder):
+    def __init__(self, where: str, vectors: Vectors, corpus: Corpus, encoder: Encoder, dtype: str = "float16"):
         self.corpus, self.encoder = corpus, encoder
-        self.vectors_ND = torch.from_numpy(np.load(path, mmap_mode="c"))  # "c": torch wants a writable array; nothing is written
-        _check_vectors(str(path), *self.vectors_ND.shape, self.vectors_ND[0], corpus, encoder)
-        if encoder.device.type == "cuda" and self.vectors_ND.nbytes < torch.cuda.mem_get_info(encoder.device)[0] / 2:
-            self.vectors_ND = self.vectors_ND.to(encoder.device)
+        check_vectors(where, len(vectors), vectors.dim, vectors.take(np.array([0]))[0], corpus, encoder)
+        if encoder.device.type == "cuda":
+            self.parts = self._over_gpus(vectors, dtype)
+        else:
+            shards = zip(vectors.starts.tolist(), map(torch.from_numpy, vectors.shards))
+            self.parts = [(start, *quantize(shard)) if dtype == "int8" else (start, shard, None) for start, shard in shards]
 
-    @torch.inference_mode()
+    @staticmethod
+    def _over_gpus(vectors: Vectors, dtype: str) -> list[tuple[int, torch.Tensor, torch.Tensor | None]]:
+        """Equal runs of rows on every GPU, copied shard by shard: nothing but one shard is held twice."""
+        count, parts = torch.cuda.device_count(), []
+        bounds = [len(vectors) * number // count for number in range(count + 1)]
+        for number, (first, end) in enumerate(zip(bounds, bounds[1:])):
+            device = f"cuda:{number}"
+            matrix_ND = torch.empty(end - first, vectors.dim, dtype=torch.int8 if dtype == "int8" else torch.float16, device=device)
+            scales_N1 = torch.empty(end - first, 1, device=device) if dtype == "int8" else None
+            for start, shard in zip(vectors.starts.tolist(), vectors.shards):
+                low, high = max(start, first), min(start + len(shard), end)
+                if low >= high:
+                    continue
+                piece_ND, at = torch.from_numpy(shard[low - start : high - start]).to(device), slice(low - first, high - first)
+                if dtype == "int8":
+                    matrix_ND[at], scales_N1[at] = quantize(piece_ND)
+                else:
+                    matrix_ND[at] = piece_ND
+            parts.append((first, matrix_ND, scales_N1))
+        return parts
+
     def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
         num_hits = _num_hits(self.corpus, topk)
         if not queries:
             return []
-        queries_QD = self.encoder.encode(queries, "query").to(self.encoder.device)
-        scores_QK = torch.empty(len(queries), 0, device=self.encoder.device)
-        rows_QK = torch.empty(len(queries), 0, dtype=torch.long, device=self.encoder.device)
-        for start in range(0, len(self.corpus), CHUNK_ROWS):
-            chunk_ND = self.vectors_ND[start : start + CHUNK_ROWS].to(self.encoder.device).float()  # products in half would tie
-            scores_QN = queries_QD @ chunk_ND.T
-            best_QK, at_QK = scores_QN.topk(min(num_hits, scores_QN.shape[1]))
-            scores_QK, rows_QK = torch.cat([scores_QK, best_QK], 1), torch.cat([rows_QK, at_QK + start], 1)
-            scores_QK, kept_QK = scores_QK.topk(min(num_hits, scores_QK.shape[1]))
-            rows_QK = rows_QK.gather(1, kept_QK)
-        return [_hits(self.corpus, rows_K, scores_K) for rows_K, scores_K in zip(rows_QK.tolist(), scores_QK.tolist())]
-
-
-def build_bm25(corpus: Corpus) -> bm25s.BM25:
-    """The BM25 index of a corpus (Lucene's formula, k1 0.9 and b 0.4 as in Pyserini)."""
-    vocabulary: dict[str, int] = {}
-    rows = tqdm(range(len(corpus)), desc="reading words", disable=len(corpus) < 10_000)
-    word_ids = [[vocabulary.setdefault(word, len(vocabulary)) for word in WORD.findall(corpus[row].contents.lower())] for row in rows]
-    if not vocabulary:
-        raise ValueError(f"{corpus.path} holds no word: BM25 has nothing to match")
-    index = bm25s.BM25(k1=0.9, b=0.4, method="lucene")
-    index.index((word_ids, vocabulary), create_empty_token=False, show_progress=False)
-    return index
+        queries_QD, found = self.encoder.encode(queries, "query"), []
+        for start in range(0, len(queries), QUERY_ROWS):
+            scores_QK, rows_QK = nearest(self.parts, queries_QD[start : start + QUERY_ROWS], num_hits)
+            found += [_hits(self.corpus, rows_K, scores_K) for rows_K, scores_K in zip(rows_QK.tolist(), scores_QK.tolist())]
+        return found
 
 
 class BM25Search:
@@ -279,104 +214,70 @@ class BM25Search:
         return _hits(self.corpus, rows, scores_N[rows])
 
 
-def encode_corpus(corpus: Corpus, encoder: Encoder, block_rows: int = 4096) -> Iterator[tuple[int, np.ndarray]]:
-    """Blocks (first row, (N, D) float32) of the corpus's vectors, in order, with a progress bar."""
-    with tqdm(total=len(corpus), desc="encoding", unit="passage") as bar:
-        for start in range(0, len(corpus), block_rows):
-            rows = range(start, min(start + block_rows, len(corpus)))
-            yield start, encoder.encode([corpus[row].contents for row in rows], "passage").numpy()
-            bar.update(len(rows))
+def open_retriever(options: Retriever):
+    """The search backend that `options` describe, checked against corpus, encoder and memory; ValueError with the remedy if not.
 
-
-def build_index(corpus_path: str, out: str, encoder_name: str, backend: str = "faiss", max_tokens: int = 256, dtype: str = "float16") -> None:
-    """Writes an index folder (the index and manifest.json); `dtype` is that of the torch backend's matrix.
-
-    It is written to `out`.partial and renamed at the end, so a folder named `out` is whole. ValueError if it exists.
+    It has `search`, `backend`, `corpus`, `encoder` (None without one) and `fingerprint`, which changes when its results may.
     """
-    final, folder = Path(out), Path(f"{out}.partial")
-    if final.exists():
-        raise ValueError(f"{out} exists: delete it or choose another --out")
-    corpus = Corpus(corpus_path)
-    manifest = {"backend": backend, "corpus_sha256": corpus.sha256, "num_passages": len(corpus)}
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    if backend == "bm25":
-        build_bm25(corpus).save(folder / "bm25")
-    else:
-        encoder = Encoder(encoder_name, max_tokens)
-        manifest |= {"encoder": encoder_name, "dim": encoder.dim, "style": encoder.style, "max_tokens": max_tokens}
-        if backend == "faiss":
-            index = faiss.IndexFlatIP(encoder.dim)
-            for _, vectors_ND in encode_corpus(corpus, encoder):
-                index.add(vectors_ND)
-            faiss.write_index(index, str(folder / "index.faiss"))
-        else:
-            matrix_ND = np.lib.format.open_memmap(folder / "vectors.npy", "w+", dtype, (len(corpus), encoder.dim))
-            for start, vectors_ND in encode_corpus(corpus, encoder):
-                matrix_ND[start : start + len(vectors_ND)] = vectors_ND
-            matrix_ND.flush()
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-    folder.rename(final)
-
-
-def read_manifest(folder: Path, options: Retriever) -> dict:
-    """The manifest of an index folder; ValueError unless it is whole and was built for `options`' backend and encoder."""
-    path = folder / "manifest.json"
-    if not path.is_file():
-        raise ValueError(f"{folder} holds no manifest.json, so it is no index folder: make one with `{BUILD}`")
-    try:
-        manifest = json.loads(path.read_text())
-        expected = {"backend": options.backend} | ({} if options.backend == "bm25" else {"style": encoder_style(options.encoder), "encoder": options.encoder})
-        found = {name: manifest[name] for name in ("corpus_sha256", "num_passages")} | {name: manifest.get(name) for name in expected}
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error!r}): build the index again (`{BUILD}`)") from None
-    for name, value in expected.items():
-        last = lambda v: Path(v).name if name == "encoder" and v else v  # a model's folder may have moved; its name may not
-        if last(found[name]) != last(value):
-            raise ValueError(f"{folder} was built with {name} {found[name]!r}, not {value!r}: set retriever.{'backend' if name == 'backend' else 'encoder'} to match, or build again (`{BUILD}`)")
-    return manifest
-
-
-def open_retriever(options: Retriever) -> FaissSearch | TorchSearch | BM25Search:
-    """The search backend that `options` describe, checked against corpus and encoder; ValueError with the remedy if not."""
     if options.corpus is None:
         raise ValueError("retriever.corpus is null: a search in this process needs a jsonl of {\"id\", \"contents\"}")
-    if options.index is None:
-        if options.backend != "bm25":
-            raise ValueError(f"retriever.index is null and backend is {options.backend!r}: build an index (`{BUILD}`) or set retriever.backend bm25")
-        corpus = Corpus(options.corpus)
-        return BM25Search(build_bm25(corpus), corpus)
-    path = Path(options.index)
-    if not path.exists():
+    path = Path(options.index) if options.index is not None and options.backend in ("faiss", "torch", "bm25") else None
+    if path is not None and not path.exists():
         raise ValueError(f"no index {path}: build one (`{BUILD}`) or mend retriever.index")
-    if path.is_file():
-        if options.backend != "faiss":
-            raise ValueError(f"retriever.index = {options.index} is a file, which only backend faiss opens; {options.backend!r} needs a folder made by `{BUILD}`")
-        return FaissSearch(path, Corpus(options.corpus), Encoder(options.encoder))
-    manifest = read_manifest(path, options)
-    corpus = Corpus(options.corpus, validate=False)
-    if corpus.sha256 != manifest["corpus_sha256"]:
+    if path is None and options.backend in ("faiss", "torch"):
+        raise ValueError(f"retriever.index is null and backend is {options.backend!r}: build an index (`{BUILD}`) or set retriever.backend bm25")
+    if path is not None and path.is_file() and options.backend != "faiss":
+        raise ValueError(f"retriever.index = {options.index} is a file, which only backend faiss opens; {options.backend!r} needs a folder made by `{BUILD}`")
+    manifest = read_manifest(path, options) if path is not None and path.is_dir() else None
+    if path is None and options.backend in ("bm25", "oracle") and Path(options.corpus).is_file():
+        memory.check("bm25 in memory", BM25_BYTES * os.path.getsize(options.corpus), 0, 0, options.max_memory_gb)
+    corpus = Corpus(options.corpus)
+    if manifest is not None and corpus.sha256 != manifest["corpus_sha256"]:
         raise ValueError(f"{path} was built from another corpus ({manifest['num_passages']} passages) than {corpus.path} ({len(corpus)}): set retriever.corpus to that one, or build again (`{BUILD}`)")
-    if options.backend == "bm25":
-        return BM25Search(bm25s.BM25.load(path / "bm25", mmap=True), corpus)
-    encoder = Encoder(options.encoder, manifest["max_tokens"])
+    retriever = _open_backend(options, path, manifest, corpus)
+    bare = [path.stat().st_size, path.stat().st_mtime_ns] if path is not None and path.is_file() else None
+    retriever.fingerprint = fingerprint(options.backend, corpus.sha256, manifest, bare, options.encoder, options.dtype, options.faiss_params, options.rerank, options.oracle_questions)
+    return retriever
+
+
+def _open_backend(options: Retriever, path: Path | None, manifest: dict | None, corpus: Corpus):
+    if options.backend == "random":
+        return RandomSearch(corpus)
+    if options.backend == "empty":
+        return EmptySearch(corpus)
+    if options.backend in ("bm25", "oracle"):
+        words = BM25Search(build_bm25(corpus) if path is None else bm25s.BM25.load(path / "bm25", mmap=True), corpus)
+        return words if options.backend == "bm25" else OracleSearch(words, corpus, options.oracle_questions)
+    device = "cpu" if options.device == "cpu" or not torch.cuda.is_available() else "cuda"
+    where = "GPU memory" if device == "cuda" and (options.backend == "torch" or hasattr(faiss, "GpuMultipleClonerOptions")) else "memory"
+    vectors = Vectors(path) if path.is_dir() else None
     if options.backend == "torch":
-        return TorchSearch(path / "vectors.npy", corpus, encoder)
-    return FaissSearch(path / "index.faiss", corpus, encoder)
+        needed = len(vectors) * (vectors.dim + 4 if options.dtype == "int8" else 2 * vectors.dim)
+        memory.check(f"torch {options.dtype}", needed, len(vectors), vectors.dim, options.max_memory_gb, where)
+        return TorchSearch(str(path), vectors, corpus, Encoder(options.encoder, manifest["max_tokens"], device), options.dtype)
+    file = path / "index.faiss" if path.is_dir() else path
+    needed = file.stat().st_size / (2 if where == "GPU memory" else 1)  # float16 there, if the file holds float32
+    memory.check(f"faiss {file.name}", needed, len(corpus), manifest["dim"] if manifest else 0, options.max_memory_gb, where)
+    if options.rerank and not (vectors and len(vectors)):
+        raise ValueError(f"retriever.rerank = {options.rerank} needs the float16 vectors of an index folder; {path} holds none: build one (`{BUILD}`) or set rerank 0")
+    encoder = Encoder(options.encoder, manifest["max_tokens"] if manifest else 256, device)
+    return FaissSearch(file, corpus, encoder, options.faiss_params, options.rerank, vectors if vectors and len(vectors) else None)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m lld.retrieval", description="Build an index folder for the retriever.")
+    parser = argparse.ArgumentParser(prog="python -m lld.retrieval", description="Build an index folder for the retriever; `accelerate launch -m lld.retrieval build …` uses several GPUs.")
     build = parser.add_subparsers(required=True, metavar="build").add_parser("build")
     build.add_argument("--corpus", required=True, help='jsonl or jsonl.gz of {"id", "contents"}')
-    build.add_argument("--out", required=True, help="folder to make")
+    build.add_argument("--out", required=True, help="folder to make; one that a kill left behind is gone on with")
     build.add_argument("--encoder", default=Retriever.encoder, help="hub name or folder")
-    build.add_argument("--backend", default="faiss", choices=("faiss", "torch", "bm25"))
+    build.add_argument("--index", default="flat", help="flat, hnsw, ivf-pq, ivf-sq, a FAISS factory string, none (vectors for the torch backend only), or bm25")
     build.add_argument("--max-tokens", type=int, default=256, help="of a passage; what is longer is cut")
-    build.add_argument("--dtype", default="float16", choices=("float16", "float32"), help="of the torch backend's matrix")
+    build.add_argument("--batch-size", type=int, default=256 if torch.cuda.is_available() else 32, help="passages encoded together")
+    build.add_argument("--shard-rows", type=int, default=SHARD_ROWS, help="passages a shard: what a kill can cost")
+    build.add_argument("--vectors", help="a flat FAISS file, such as Search-R1's, to take the vectors from instead of encoding")
     args = parser.parse_args()
     try:
-        build_index(args.corpus, args.out, args.encoder, args.backend, args.max_tokens, args.dtype)
+        build_index(args.corpus, args.out, args.encoder, args.index, args.max_tokens, batch_size=args.batch_size, shard_rows=args.shard_rows, vectors=args.vectors)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
 

@@ -49,6 +49,7 @@ def rollout(
     max_new_tokens: int,
     max_observation_tokens: int,
     max_episode_tokens: int,
+    max_failed_groups: int = 0,
     overlap_search: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> list[Episode]:
@@ -57,10 +58,11 @@ def rollout(
     `repeats[i]` says how often question i was asked earlier in this step: a question asked twice is played anew.
 
     Searches of several episodes are sent together. With `overlap_search` they run in threads while other slots decode,
-    so the order of events depends on the clock; without, the loop waits and a seed repeats every bit. An error raised by
-    `search` ends the rollout: a failed search never becomes text.
+    so the order of events depends on the clock; without, the loop waits and a seed repeats every bit. A failed search never
+    becomes text: its episodes end with `failure` set, and with more than `max_failed_groups` questions among them the
+    RetrieverError is raised.
     """
-    talk = _Conversation(engine, tokenizer, max_turns, max_new_tokens, max_observation_tokens, max_episode_tokens, progress)
+    talk = _Conversation(engine, tokenizer, max_turns, max_new_tokens, max_observation_tokens, max_episode_tokens, max_failed_groups, progress)
     for index, question in enumerate(questions):
         prompt_ids = protocol.encode_prompt(tokenizer, question.text)
         for sample in range(num_samples):
@@ -80,21 +82,21 @@ def rollout(
                 if overlap_search:
                     pending[pool.submit(search, list(queries))] = list(keys)
                 else:
-                    talk.observe(keys, search(list(queries)))
+                    talk.observe(keys, lambda: search(list(queries)))
             if pending:
                 done, _ = wait(pending, timeout=None if not engine.busy else 0, return_when=FIRST_COMPLETED)
                 for future in done:
-                    talk.observe(pending.pop(future), future.result())
+                    talk.observe(pending.pop(future), future.result)
     return list(talk.episodes.values())
 
 
 class _Conversation:
     """What has been said so far, in every episode of one rollout."""
 
-    def __init__(self, engine, tokenizer, max_turns, max_new_tokens, max_observation_tokens, max_episode_tokens, progress):
+    def __init__(self, engine, tokenizer, max_turns, max_new_tokens, max_observation_tokens, max_episode_tokens, max_failed_groups, progress):
         self.engine, self.tokenizer, self.progress = engine, tokenizer, progress
         self.max_turns, self.max_new_tokens = max_turns, max_new_tokens
-        self.max_observation_tokens, self.max_episode_tokens = max_observation_tokens, max_episode_tokens
+        self.max_observation_tokens, self.max_episode_tokens, self.max_failed_groups = max_observation_tokens, max_episode_tokens, max_failed_groups
         self.invalid_ids = tokenizer.encode(protocol.INVALID_ACTION, add_special_tokens=False)
         self.episodes: dict[tuple, Episode] = {}
         self.asking: list[tuple[tuple, str]] = []  # (key, query) not sent yet
@@ -120,16 +122,29 @@ class _Conversation:
         else:
             self._reply(stopped.key, self.invalid_ids)
 
-    def observe(self, keys: list[tuple], results: list[list[Passage]]) -> None:
-        """Appends the passages found for each key's query."""
+    def observe(self, keys: list[tuple], searched: Callable[[], list[list[Passage]]]) -> None:
+        """Appends the passages found for each key's query, or ends the episodes whose search failed."""
+        try:
+            results = searched()
+        except RetrieverError as error:
+            for key in keys:
+                self._fail(key, str(error))
+            return
         assert len(keys) == len(results)
         for key, passages in zip(keys, results):
             if not passages:
-                raise RetrieverError(f"no passage for the query {self.episodes[key].turns[-1].content!r}: an empty observation would be learned from; mend the index")
+                self._fail(key, f"no passage for the query {self.episodes[key].turns[-1].content!r}: an empty observation would be learned from; mend the index")
+                continue
             turn = self.episodes[key].turns[-1]
             observation_ids, turn.num_cut_passages = protocol.render_observation(self.tokenizer, passages, self.max_observation_tokens)
             turn.passages, turn.searched = tuple(passages), True
             self._reply(key, observation_ids)
+
+    def _fail(self, key: tuple, reason: str) -> None:
+        self.episodes[key].failure = reason
+        if len({key[0] for key, episode in self.episodes.items() if episode.failure}) > self.max_failed_groups:
+            raise RetrieverError(reason)
+        self._finish(key, "failed_search")
 
     def _reply(self, key: tuple, observation_ids: list[int]) -> None:
         episode = self.episodes[key]

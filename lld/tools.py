@@ -1,10 +1,11 @@
 """Tools as functions: a list of queries in, a list of passages for each out. Search over HTTP, or in this process.
 
-A search that fails stops the step with `RetrieverError` after bounded retries. It never becomes an empty passage, which the
-policy would learn from.
+A search that fails raises `RetrieverError` after bounded retries within a deadline. It never becomes an empty passage, which
+the policy would learn from: the rollout marks the episodes, and their groups are dropped.
 """
 
-import functools
+import json
+import threading
 import time
 from collections.abc import Callable
 
@@ -12,9 +13,11 @@ import httpx
 
 from lld.config import Retriever
 from lld.protocol import Passage
+from lld.recording import Recording
 
 BACKOFF_S = 0.5  # before the first retry; doubled before each later one
 MAX_BACKOFF_S = 8.0
+MAX_REPLY_BYTES = 1 << 30
 REMEDY = "start one with `python retriever_server.py --index INDEX --corpus CORPUS`, or mend retriever.url"
 
 
@@ -22,10 +25,24 @@ class RetrieverError(RuntimeError):
     """The retriever did not answer as it must; the message names its url, the attempts, the last reason and the remedy."""
 
 
-@functools.cache
-def _client() -> httpx.Client:
-    """One keep-alive client for all threads; proxies of the environment are for the internet, not for a retriever."""
-    return httpx.Client(trust_env=False)
+class Unreachable(RetrieverError):
+    """No connection, or one that broke."""
+
+
+class TimedOut(RetrieverError):
+    """No whole reply in time."""
+
+
+class ServerFault(RetrieverError):
+    """A reply of status 5xx, or 429 (too busy)."""
+
+
+class Malformed(RetrieverError):
+    """A reply that is not one list of passages for every query."""
+
+
+class Refused(RetrieverError):
+    """Any other status: the request itself is wrong, and asking again would not mend it."""
 
 
 def endpoint(url: str) -> str:
@@ -65,43 +82,109 @@ def read_result(body: object, num_queries: int, topk: int) -> list[list[Passage]
     return hits
 
 
-def search_over_http(queries: list[str], *, url: str, topk: int, timeout_s: float, retries: int) -> list[list[Passage]]:
-    """The `topk` best passages of every query, from a server that speaks Search-R1's /retrieve (ours or theirs).
+class Client:
+    """Searches over HTTP on one or several servers of the same index, from any number of threads.
 
-    Connection errors, timeouts, 5xx and malformed replies are tried again `retries` times, with growing pauses;
-    then, and at once for any other status, RetrieverError. No queries, no request.
+    Requests go round the servers, over connections that are kept. An attempt that fails is made again on the next server;
+    when each was tried, after a pause that grows. An attempt may take `timeout_s`, all attempts and pauses together
+    `deadline_s`; after `retries` retries, or at once where the request is refused, the typed RetrieverError is raised.
     """
-    if not queries:
-        return []
-    address, reason = endpoint(url), ""
-    for attempt in range(retries + 1):
-        if attempt:
-            time.sleep(min(BACKOFF_S * 2 ** (attempt - 1), MAX_BACKOFF_S))
+
+    def __init__(self, urls: list[str], *, timeout_s: float, retries: int = 0, deadline_s: float = float("inf")):
+        self.addresses = [endpoint(url) for url in urls]
+        self.timeout_s, self.retries, self.deadline_s = timeout_s, retries, deadline_s
+        self.http = httpx.Client(trust_env=False)  # proxies of the environment are for the internet, not for a retriever
+        self.lock, self.num_requests = threading.Lock(), 0
+
+    def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
+        """The `topk` best passages of every query, from servers that speak Search-R1's /retrieve (ours or theirs). No queries, no request."""
+        if not queries:
+            return []
+        with self.lock:
+            turn, self.num_requests = self.num_requests, self.num_requests + 1
+        end = time.monotonic() + self.deadline_s
+        for attempt in range(self.retries + 1):
+            address = self.addresses[(turn + attempt) % len(self.addresses)]
+            try:
+                return self._ask(address, queries, topk, min(self.timeout_s, end - time.monotonic()))
+            except Refused:
+                raise
+            except RetrieverError as error:
+                failure = error
+            rounds, waiting = divmod(attempt + 1, len(self.addresses))  # no pause before a server that has not been tried yet
+            pause_s = 0.0 if waiting else min(BACKOFF_S * 2 ** (rounds - 1), MAX_BACKOFF_S)
+            if attempt == self.retries or time.monotonic() + pause_s >= end:
+                break
+            if pause_s:
+                time.sleep(pause_s)
+        attempts = f"{attempt + 1} attempt{'s' if attempt else ''}"
+        raise type(failure)(f"retriever {address} failed {attempts} with {len(queries)} queries; last reason: {failure}; {REMEDY}")
+
+    def _ask(self, address: str, queries: list[str], topk: int, timeout_s: float) -> list[list[Passage]]:
+        end, body = time.monotonic() + timeout_s, bytearray()
+        late = TimedOut(f"no reply within {timeout_s:.3g} s (retriever.timeout_s, retriever.deadline_s)")
         try:
-            reply = _client().post(address, json={"queries": queries, "topk": topk, "return_scores": True}, timeout=timeout_s)
+            with self.http.stream("POST", address, json={"queries": queries, "topk": topk, "return_scores": True}, timeout=max(timeout_s, 1e-3)) as reply:
+                for piece in reply.iter_bytes():
+                    body += piece
+                    if time.monotonic() > end:  # httpx's own limit begins anew with every piece
+                        raise late
+                    if len(body) > MAX_REPLY_BYTES:
+                        raise Malformed(f"a reply of more than {MAX_REPLY_BYTES} bytes")
             if reply.status_code == 200:
-                return read_result(reply.json(), len(queries), topk)
-            reason = f"status {reply.status_code}: {reply.text[:200]!r}"
-            if reply.status_code < 500:
-                raise RetrieverError(f"retriever {address} refused the request with {reason}; check that it is a /retrieve server of Search-R1's shape ({REMEDY})")
+                return read_result(json.loads(body), len(queries), topk)
         except httpx.TimeoutException:
-            reason = f"no reply within {timeout_s:g} s (retriever.timeout_s)"
-        except (httpx.HTTPError, ValueError) as error:  # ValueError: not JSON, or not the reply's shape
-            reason = f"{type(error).__name__}: {error}"
-    attempts = f"{retries + 1} attempt{'s' if retries else ''}"
-    raise RetrieverError(f"retriever {address} failed {attempts} with {len(queries)} queries; last reason: {reason}; {REMEDY}")
+            raise late from None
+        except httpx.HTTPError as error:
+            raise Unreachable(f"{type(error).__name__}: {error}") from None
+        except (ValueError, RecursionError) as error:  # not JSON, or not the reply's shape
+            raise Malformed(f"{type(error).__name__}: {error}") from None
+        reason = f"status {reply.status_code}: {bytes(body[:200]).decode('utf-8', 'replace')!r}"
+        if reply.status_code >= 500 or reply.status_code == 429:
+            raise ServerFault(reason)
+        raise Refused(f"retriever {address} refused the request with {reason}; check that it is a /retrieve server of Search-R1's shape ({REMEDY})")
+
+    def fingerprints(self) -> list[str | None]:
+        """What each server's /health says of its index; None for one that has none, such as Search-R1's."""
+        found = []
+        for address in self.addresses:
+            try:
+                found.append(self.http.get(address.removesuffix("/retrieve") + "/health", timeout=self.timeout_s).json()["fingerprint"])
+            except (httpx.HTTPError, ValueError, KeyError, TypeError):
+                found.append(None)
+        return found
 
 
-def check_health(url: str, timeout_s: float) -> None:
-    """Asks the retriever one real question before a run starts (Search-R1's server has no /health); RetrieverError if it fails."""
-    search_over_http(["Who wrote Hamlet?"], url=url, topk=1, timeout_s=timeout_s, retries=0)
+def urls_of(options: Retriever) -> list[str]:
+    return [options.url, *options.replicas]
+
+
+def check_health(options: Retriever) -> None:
+    """Asks every server of a run one real question before it starts (Search-R1's has no /health); RetrieverError if one fails.
+
+    ValueError where two servers say that their indexes differ: a query's passages would depend on who was asked.
+    """
+    if options.url is None or options.replay is not None:
+        return
+    for url in urls_of(options):
+        Client([url], timeout_s=options.timeout_s).search(["Who wrote Hamlet?"], 1)
+    known = {fingerprint for fingerprint in Client(urls_of(options), timeout_s=options.timeout_s).fingerprints() if fingerprint is not None}
+    if len(known) > 1:
+        raise ValueError(f"the servers of retriever.url and retriever.replicas hold different indexes ({', '.join(sorted(known))}): start them with the same --index, --corpus and options")
 
 
 def make_search(options: Retriever) -> Callable[[list[str]], list[list[Passage]]]:
-    """The search tool: over HTTP if `options.url` is set, else with an index opened in this process."""
+    """The search tool: from a recording, over HTTP if `options.url` is set, else with an index opened in this process."""
+    if options.replay is not None:
+        return Recording(options.replay, options.topk).replay
     if options.url is not None:
-        return functools.partial(search_over_http, url=endpoint(options.url).removesuffix("/retrieve"), topk=options.topk, timeout_s=options.timeout_s, retries=options.retries)
-    from lld.retrieval import open_retriever  # here, because a run that searches over HTTP needs neither FAISS nor bm25s
+        client = Client(urls_of(options), timeout_s=options.timeout_s, retries=options.retries, deadline_s=options.deadline_s)
+        search, fingerprint = lambda queries: client.search(queries, options.topk), client.fingerprints
+    else:
+        from lld.retrieval import open_retriever  # here, because a run that searches over HTTP needs neither FAISS nor bm25s
 
-    retriever = open_retriever(options)
-    return lambda queries: retriever.search(queries, options.topk)
+        retriever = open_retriever(options)
+        search, fingerprint = lambda queries: retriever.search(queries, options.topk), lambda: [retriever.fingerprint]
+    if options.record is None:
+        return search
+    return Recording(options.record, options.topk, search, fingerprint()[0]).record

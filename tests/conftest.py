@@ -7,7 +7,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests start several proce
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import sys
+import tempfile
 from pathlib import Path
+
+os.environ.setdefault("LLD_CACHE", tempfile.mkdtemp(prefix="lld-tests-"))
 
 import pytest
 import torch

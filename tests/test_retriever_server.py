@@ -14,8 +14,8 @@ from fastapi.testclient import TestClient
 import retriever_server
 from lld.config import Retriever
 from lld.retrieval import open_retriever
-from lld.tools import check_health, search_over_http
-from retriever_server import make_app, parse_options
+from lld.tools import Client, check_health
+from retriever_server import Limits, make_app, parse_options
 
 TEXTS = ['"Red"\nred apple', '"Blue"\nblue sky', '"Green"\ngreen apple pie', '"Ünï"\nödd “text” </answer>']
 
@@ -29,7 +29,8 @@ def retriever(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(retriever):
-    return TestClient(make_app(retriever, topk=2), raise_server_exceptions=False)
+    with TestClient(make_app(retriever, topk=2), raise_server_exceptions=False) as client:  # one event loop for all requests
+        yield client
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def test_bad_input_is_refused_as_the_clients_fault(client, body):
 
 @pytest.mark.parametrize("query", ["", " ", "?!", "\x00", "x" * 100_000, "🙂", "red\nblue"])
 def test_odd_queries_are_answered(client, query):
-    reply = client.post("/retrieve", json={"queries": [query], "topk": 10**30, "return_scores": True})
+    reply = client.post("/retrieve", json={"queries": [query], "topk": 1000, "return_scores": True})
     assert reply.status_code == 200 and {item["document"]["id"] for item in reply.json()["result"][0]} == {"d0", "d1", "d2", "d3"}
 
 
@@ -97,7 +98,8 @@ def test_a_topk_below_one_says_so(client):
 
 
 def test_health(client):
-    assert client.get("/health").json() == {"status": "ok", "corpus_size": 4, "backend": "bm25", "encoder": None}
+    reply = client.get("/health").json()
+    assert len(reply.pop("fingerprint")) == 16 and reply == {"status": "ok", "corpus_size": 4, "backend": "bm25", "encoder": None}
 
 
 def test_search_r1s_client_can_talk_to_it(live_url):
@@ -116,21 +118,21 @@ def test_search_r1s_client_can_talk_to_it(live_url):
 
 
 def test_our_client_gets_what_the_retriever_found(live_url, retriever):
-    check_health(live_url, 10)
-    assert search_over_http(QUERIES, url=live_url, topk=3, timeout_s=10, retries=0) == retriever.search(QUERIES, 3)
+    check_health(Retriever(url=live_url))
+    assert Client([live_url], timeout_s=10).search(QUERIES, 3) == retriever.search(QUERIES, 3)
 
 
 def test_many_clients_at_once(live_url, retriever):
-    ask = lambda i: search_over_http([QUERIES[i % 3], f"apple {i}"], url=live_url, topk=2, timeout_s=10, retries=0)
+    ask = lambda i: Client([live_url], timeout_s=10).search([QUERIES[i % 3], f"apple {i}"], 2)
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(ask, range(40))) == [retriever.search([QUERIES[i % 3], f"apple {i}"], 2) for i in range(40)]
 
 
 def test_the_command_line_beats_the_yaml_and_the_yaml_the_defaults(tmp_path):
     (tmp_path / "run.yaml").write_text("retriever: {corpus: a.jsonl, backend: bm25, topk: 5}\n")
-    options, host, port = parse_options(["--config", str(tmp_path / "run.yaml"), "--topk", "7", "--port", "9"])
-    assert (options.corpus, options.backend, options.topk, options.encoder, host, port) == ("a.jsonl", "bm25", 7, Retriever.encoder, "127.0.0.1", 9)
-    with pytest.raises(ValueError, match="--topk 0: must be 1 or more"):
+    options, args = parse_options(["--config", str(tmp_path / "run.yaml"), "--topk", "7", "--port", "9"])
+    assert (options.corpus, options.backend, options.topk, options.encoder, args.host, args.port) == ("a.jsonl", "bm25", 7, Retriever.encoder, "127.0.0.1", 9)
+    with pytest.raises(ValueError, match="--topk = 0: must be greater than 0"):
         parse_options(["--topk", "0"])
 
 

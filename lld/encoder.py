@@ -1,0 +1,81 @@
+"""A text encoder: its prefixes, its pooling, unit vectors of queries and passages."""
+
+import json
+import re
+import threading
+from pathlib import Path
+
+import torch
+from transformers import AutoModel, AutoTokenizer
+
+CHARACTERS_A_TOKEN = 128  # what lies beyond is cut before it is tokenized: WordPiece reads words of up to 100 letters
+
+
+def encoder_style(name: str) -> dict[str, str]:
+    """What an encoder expects, from the last part of its name: {"query": prefix, "passage": prefix, "pooling": "mean" | "cls"}.
+
+    "e5" as a word of the name: "query: " / "passage: ", mean. "bge": an instruction before queries, CLS. Any other: no
+    prefix, mean. These are Search-R1's rules. `1_Pooling/config.json` in a local folder overrules the pooling; ValueError
+    if it asks for another kind.
+    """
+    words = re.split(r"[^a-z0-9]+", Path(name).name.lower())
+    style = {"query": "", "passage": "", "pooling": "mean"}
+    if "e5" in words:
+        style |= {"query": "query: ", "passage": "passage: "}
+    elif "bge" in words:
+        style |= {"query": "Represent this sentence for searching relevant passages: ", "pooling": "cls"}
+    pooling_file = Path(name) / "1_Pooling" / "config.json"
+    if pooling_file.is_file():
+        options = json.loads(pooling_file.read_text())
+        modes = [key.removeprefix("pooling_mode_").removesuffix("_tokens").removesuffix("_token") for key, on in options.items() if on is True and key.startswith("pooling_mode_")]
+        mode = options.get("pooling_mode") or "+".join(modes)  # sentence-transformers >= 6 writes one name
+        if mode not in ("mean", "cls"):
+            raise ValueError(f"{pooling_file} asks for {mode!r} pooling: use an encoder with mean or cls pooling")
+        style["pooling"] = mode
+    return style
+
+
+class Encoder:
+    """A text encoder from a hub name or folder: fp16 on a GPU, fp32 on the CPU; safe to call from several threads.
+
+    On several GPUs each process of `accelerate launch` has its own; a single process uses the current one.
+    """
+
+    def __init__(self, name: str, max_tokens: int = 256, device: str | None = None):
+        self.name, self.max_tokens, self.style = name, max_tokens, encoder_style(name)
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(name)
+            self.model = AutoModel.from_pretrained(name, dtype=torch.float16 if self.device.type == "cuda" else torch.float32)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot load the encoder {name!r}: give retriever.encoder a hub name or a folder with model and tokenizer ({error})") from None
+        self.model.to(self.device).eval()
+        self.dim = self.model.config.hidden_size
+        self.lock = threading.Lock()  # a fast tokenizer refuses two threads at once ("Already borrowed")
+
+    @torch.inference_mode()
+    def encode(self, texts: list[str], kind: str, batch_size: int = 16, progress=None) -> torch.Tensor:
+        """Unit vectors (Q, D), float32 on the CPU, of "query" or "passage" texts cut at `max_tokens`, in the order given.
+
+        Texts of like length share a batch, so that little is padded. The same texts and `batch_size` make the same batches,
+        so the same bits. `progress(n)` is told of every n texts done.
+        """
+        most = CHARACTERS_A_TOKEN * self.max_tokens
+        with self.lock:
+            tokens = self.tokenizer([self.style[kind] + text[:most] for text in texts], truncation=True, max_length=self.max_tokens) if texts else {}
+        order = sorted(range(len(texts)), key=lambda row: (len(tokens["input_ids"][row]), row))
+        vectors_QD = torch.empty(len(texts), self.dim)
+        for start in range(0, len(texts), batch_size):
+            rows = order[start : start + batch_size]
+            with self.lock:
+                padded = self.tokenizer.pad({name: [ids[row] for row in rows] for name, ids in tokens.items()}, return_tensors="pt").to(self.device)
+            hidden_QTD = self.model(**padded).last_hidden_state.float()
+            if self.style["pooling"] == "cls":
+                pooled_QD = hidden_QTD[:, 0]
+            else:
+                mask_QT1 = padded["attention_mask"].unsqueeze(-1)
+                pooled_QD = (hidden_QTD * mask_QT1).sum(1) / mask_QT1.sum(1)
+            vectors_QD[rows] = torch.nn.functional.normalize(pooled_QD, dim=-1).cpu()
+            if progress is not None:
+                progress(len(rows))
+        return vectors_QD

@@ -1,0 +1,261 @@
+"""Index folders: float16 vectors in shards, a FAISS index made of them, a BM25 index, and the manifest that vouches for them.
+
+    FOLDER/vectors/00000.npy …   (rows, D) float16, one shard after another in the corpus's order
+    FOLDER/index.faiss           made of the shards; absent where only the torch backend is to read them
+    FOLDER/bm25/                 instead of both
+    FOLDER/manifest.json         written last
+
+A build works in FOLDER.partial and renames it at the end. Killed, it goes on from the last whole shard; as shards are cut
+and batched by the corpus alone, the folder is the same to the bit (on one machine, with one number of threads).
+"""
+
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+
+import bm25s
+import faiss
+import numpy as np
+import torch
+from accelerate import PartialState
+from tqdm import tqdm
+
+from lld import memory
+from lld.config import Retriever
+from lld.corpus import Corpus
+from lld.encoder import Encoder, encoder_style
+
+BUILD = "python -m lld.retrieval build --corpus CORPUS --out FOLDER --encoder NAME --index flat|hnsw|ivf-pq|ivf-sq|none|bm25"
+SHARD_ROWS = 1 << 14  # what a kill can cost: 20 s of encoding on a GPU, minutes on a CPU
+TRAIN_ROWS = 1 << 18  # vectors that k-means and quantisers are trained on, at most
+SAME_VECTOR = 0.95  # cosine of one passage encoded twice; E5 gives two unrelated passages 0.7 to 0.8
+WORD = re.compile(r"\w+")
+
+
+def faiss_factory(name: str, num_vectors: int, dim: int) -> str:
+    """The FAISS factory string behind an alias, or `name` itself: 4 sqrt(N) lists to a power of two, PQ of 4 dimensions a byte.
+
+    "np" spares the annealing of polysemous codes, which took 60 of 61 s of training and serves a filter that is not used here.
+    """
+    lists = 1 << max(0, round(np.log2(4 * num_vectors**0.5)))
+    while lists > 1 and 39 * lists > min(num_vectors, TRAIN_ROWS * 4):  # FAISS wants 39 training vectors a list
+        lists //= 2
+    return {
+        "flat": "Flat",
+        "hnsw": "HNSW32",
+        "ivf-pq": f"OPQ{dim // 4},IVF{lists},PQ{dim // 4}x8np",
+        "ivf-sq": f"IVF{lists},SQ8",
+    }.get(name, name)
+
+
+class Vectors:
+    """The vectors (N, D) of an index folder: float16 shards, memory-mapped, so that opening reads nothing."""
+
+    def __init__(self, folder: Path):
+        self.shards = [np.load(path, mmap_mode="c") for path in sorted((folder / "vectors").glob("[0-9]*.npy"))]  # "c": torch wants a writable array
+        self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])
+        self.dim = self.shards[0].shape[1] if self.shards else 0
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def take(self, rows: np.ndarray) -> np.ndarray:
+        """The vectors of `rows` (any shape), float32 with D as a last axis."""
+        vectors = np.empty((rows.size, self.dim), np.float32)
+        flat = rows.reshape(-1)
+        shard_of = np.searchsorted(self.starts, flat, side="right") - 1
+        for number in np.unique(shard_of):
+            at = np.flatnonzero(shard_of == number)
+            vectors[at] = self.shards[number][flat[at] - self.starts[number]]
+        return vectors.reshape(*rows.shape, self.dim)
+
+
+def _write_shard(path: Path, vectors_ND: np.ndarray) -> None:
+    aside = path.with_suffix(".partial")
+    with open(aside, "wb") as file:
+        np.save(file, vectors_ND)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)  # a shard with its name is whole
+
+
+def _missing_shards(folder: Path, plan: dict) -> list[tuple[Path, int, int]]:
+    """(file, first row, end) of the shards that are not there; this process's share of them where there are several."""
+    state = PartialState()
+    starts = range(0, plan["num_passages"], plan["shard_rows"])
+    shards = [(folder / "vectors" / f"{number:05d}.npy", start, min(start + plan["shard_rows"], plan["num_passages"])) for number, start in enumerate(starts)]
+    return [shard for shard in shards[state.process_index :: state.num_processes] if not shard[0].exists()]
+
+
+def encode_shards(folder: Path, corpus: Corpus, encoder: Encoder, plan: dict) -> None:
+    """Encodes the shards that are missing, holding one at a time; several processes of accelerate share them."""
+    state, missing = PartialState(), _missing_shards(folder, plan)
+    done = len(corpus) // state.num_processes - sum(end - start for _, start, end in missing)
+    with tqdm(total=len(corpus) // state.num_processes, initial=max(0, done), desc="encoding", unit="passage", smoothing=0.02, disable=not state.is_main_process) as bar:
+        for path, start, end in missing:
+            vectors_ND = encoder.encode(list(corpus.contents(start, end)), "passage", plan["batch_size"], bar.update)
+            _write_shard(path, vectors_ND.numpy().astype(np.float16))
+
+
+def import_shards(folder: Path, index_file: str, corpus: Corpus, encoder: Encoder, plan: dict) -> None:
+    """Shards from the vectors of a flat FAISS file, such as Search-R1's `e5_Flat.index`, instead of from the encoder."""
+    index = faiss.read_index(index_file, faiss.IO_FLAG_MMAP_IFC)
+    if not isinstance(index, faiss.IndexFlat):
+        raise ValueError(f"--vectors {index_file} is a {type(index).__name__}: only a flat index still has its vectors")
+    vectors_ND = faiss.rev_swig_ptr(index.get_xb(), index.ntotal * index.d).reshape(index.ntotal, index.d)  # mapped, not read
+    check_vectors(index_file, index.ntotal, index.d, vectors_ND[0].copy(), corpus, encoder)
+    for path, start, end in tqdm(_missing_shards(folder, plan), desc=f"copying {index_file}", unit="shard", disable=not PartialState().is_main_process):
+        _write_shard(path, vectors_ND[start:end].astype(np.float16))
+
+
+def write_flat(path: Path, vectors: Vectors) -> None:
+    """A flat inner-product index as FAISS writes one (header, then float32 rows), streamed instead of held in memory."""
+    header = bytearray(faiss.serialize_index(faiss.IndexFlatIP(vectors.dim)).tobytes())
+    header[8:16] = len(vectors).to_bytes(8, "little")  # ntotal; before it come the kind and D, 4 bytes each
+    header[-8:] = (len(vectors) * vectors.dim).to_bytes(8, "little")
+    with open(path, "wb") as file:
+        file.write(header)
+        for shard in tqdm(vectors.shards, desc="writing index", unit="shard", disable=len(vectors.shards) < 8):
+            file.write(shard.astype(np.float32).tobytes())
+            file.flush()
+        os.fsync(file.fileno())
+
+
+def write_faiss(folder: Path, factory: str) -> None:
+    """folder/index.faiss from the shards: trained on a fixed sample, then filled shard by shard."""
+    vectors, aside = Vectors(folder), folder / "index.faiss.partial"
+    if factory == "Flat":
+        write_flat(aside, vectors)
+    else:
+        try:
+            index = faiss.index_factory(vectors.dim, factory, faiss.METRIC_INNER_PRODUCT)
+        except RuntimeError as error:
+            raise ValueError(f"FAISS cannot make an index {factory!r} of dimension {vectors.dim} ({str(error).splitlines()[-1].strip()}): see its factory strings, or use flat, hnsw, ivf-pq or ivf-sq") from None
+        if not index.is_trained:
+            rows = np.random.default_rng(0).permutation(len(vectors))[:TRAIN_ROWS]
+            index.train(vectors.take(np.sort(rows)))
+        if factory.startswith("HNSW") or "IVF" in factory:  # FAISS looks at one list, or 16 neighbours, unless told otherwise
+            faiss.ParameterSpace().set_index_parameters(index, "efSearch=128" if factory.startswith("HNSW") else "nprobe=64")
+        for shard in tqdm(vectors.shards, desc=f"adding to {factory}", unit="shard"):
+            index.add(shard.astype(np.float32))
+        faiss.write_index(index, str(aside))
+    os.replace(aside, folder / "index.faiss")
+
+
+def build_bm25(corpus: Corpus) -> bm25s.BM25:
+    """The BM25 index of a corpus (Lucene's formula, k1 0.9 and b 0.4 as in Pyserini)."""
+    vocabulary: dict[str, int] = {}
+    word_ids = []
+    for contents in tqdm(corpus.contents(0, len(corpus)), total=len(corpus), desc="reading words", disable=len(corpus) < 10_000):
+        words = WORD.findall(contents.lower())
+        word_ids.append(np.fromiter((vocabulary.setdefault(word, len(vocabulary)) for word in words), np.int32, len(words)))
+    if not vocabulary:
+        raise ValueError(f"{corpus.path} holds no word: BM25 has nothing to match")
+    index = bm25s.BM25(k1=0.9, b=0.4, method="lucene")
+    index.index((word_ids, vocabulary), create_empty_token=False, show_progress=False)
+    return index
+
+
+def build_index(corpus_path: str, out: str, encoder_name: str, index: str = "flat", max_tokens: int = 256, *, batch_size: int = 32, shard_rows: int = SHARD_ROWS, vectors: str | None = None) -> None:
+    """Makes, or goes on making, the index folder `out`.
+
+    index: "flat", "hnsw", "ivf-pq", "ivf-sq" or a FAISS factory string; "none" leaves the shards to the torch backend; "bm25"
+    needs no encoder. A finished folder of the same corpus and encoder gets this FAISS index instead of the one it has.
+    vectors: a flat FAISS file to copy the vectors from. Raises ValueError where `out` holds something else, or the very same.
+    """
+    state, final, folder = PartialState(cpu=not torch.cuda.is_available()), Path(out), Path(f"{out}.partial")
+    with state.main_process_first():  # the others find the Arrow file there
+        corpus = Corpus(corpus_path)
+    plan, factory = {"corpus_sha256": corpus.sha256, "num_passages": len(corpus)}, index
+    if index != "bm25":
+        encoder = Encoder(encoder_name, max_tokens)
+        factory = faiss_factory(index, len(corpus), encoder.dim)
+        plan |= {"encoder": encoder_name, "dim": encoder.dim, "style": encoder.style, "max_tokens": max_tokens, "shard_rows": shard_rows, "batch_size": batch_size, "vectors": vectors and Path(vectors).name}
+    if final.exists():
+        _check_addition(final, plan, factory)
+        folder = final
+    elif state.is_main_process:
+        _begin(folder, plan)
+    state.wait_for_everyone()
+    if index == "bm25":
+        build_bm25(corpus).save(folder / "bm25")
+    else:
+        memory.check_build(factory, len(corpus), encoder.dim, TRAIN_ROWS)
+        import_shards(folder, vectors, corpus, encoder, plan) if vectors else encode_shards(folder, corpus, encoder, plan)
+        state.wait_for_everyone()
+        if state.is_main_process and index != "none":
+            write_faiss(folder, factory)
+    if state.is_main_process:
+        (folder / "plan.json").unlink(missing_ok=True)
+        aside = folder / "manifest.json.partial"
+        aside.write_text(json.dumps({"index": factory} | plan, indent=2) + "\n")
+        os.replace(aside, folder / "manifest.json")
+        if folder != final:
+            folder.rename(final)
+    state.wait_for_everyone()
+
+
+def _begin(folder: Path, plan: dict) -> None:
+    """Makes the folder of a build, or goes on in one that was begun with the same plan."""
+    path = folder / "plan.json"
+    if path.is_file():
+        begun = json.loads(path.read_text())
+        for name in plan.keys() | begun.keys():
+            if plan.get(name) != begun.get(name):
+                raise ValueError(f"{folder} was begun with {name} {begun.get(name)!r}, not {plan.get(name)!r}: give the same to go on, or delete the folder")
+        return
+    (folder / "vectors").mkdir(parents=True, exist_ok=True)
+    aside = folder / "plan.json.partial"
+    aside.write_text(json.dumps(plan, indent=2) + "\n")
+    os.replace(aside, path)
+
+
+def _check_addition(final: Path, plan: dict, factory: str) -> None:
+    """Refuses to work in a finished folder unless only its FAISS index is to be another."""
+    try:
+        there = json.loads((final / "manifest.json").read_text())
+    except (OSError, json.JSONDecodeError):
+        there = {}
+    same = all(there.get(name) == plan.get(name) for name in ("corpus_sha256", "encoder", "style", "max_tokens", "shard_rows"))
+    if not same or factory in ("none", "bm25", there.get("index")):
+        raise ValueError(f"{final} exists: delete it or choose another --out (in a folder of the same vectors only another --index can be made)")
+
+
+def read_manifest(folder: Path, options: Retriever) -> dict:
+    """The manifest of an index folder; ValueError unless it is whole and was built for `options`' encoder and backend."""
+    path = folder / "manifest.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no manifest.json, so it is no index folder: make one with `{BUILD}`")
+    part = {"faiss": "index.faiss", "torch": "vectors", "bm25": "bm25"}[options.backend]
+    if not (folder / part).exists():
+        raise ValueError(f"{folder} holds no {part}, which backend {options.backend!r} reads: set retriever.backend to what was built there, or build again (`{BUILD}`)")
+    try:
+        manifest = json.loads(path.read_text())
+        expected = {} if options.backend == "bm25" else {"style": encoder_style(options.encoder), "encoder": options.encoder}
+        found = {name: manifest[name] for name in ("corpus_sha256", "num_passages", *expected)}
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}): build the index again (`{BUILD}`)") from None
+    for name, value in expected.items():
+        last = lambda v: Path(v).name if name == "encoder" else v  # a model's folder may have moved; its name may not
+        if last(found[name]) != last(value):
+            raise ValueError(f"{folder} was built with {name} {found[name]!r}, not {value!r}: set retriever.encoder to match, or build again (`{BUILD}`)")
+    return manifest
+
+
+def fingerprint(*parts) -> str:
+    """A short name for an index: equal for equal `parts` (manifest, corpus, size and time of a bare file, search options)."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def check_vectors(where: str, num_vectors: int, dim: int, first_D, corpus: Corpus, encoder: Encoder) -> None:
+    """Refuses vectors that are not this encoder's of this corpus; `first_D` is the stored vector of passage 0, or None."""
+    if num_vectors != len(corpus):
+        raise ValueError(f"{where} holds {num_vectors} vectors but {corpus.path} holds {len(corpus)} passages: give the corpus the index was built from, or build again ({BUILD})")
+    if dim != encoder.dim:
+        raise ValueError(f"{where} has dimension {dim} but {encoder.name} gives {encoder.dim}: set retriever.encoder to the one the index was built with")
+    if first_D is not None:
+        cosine = float(torch.as_tensor(first_D).float() @ encoder.encode([corpus[0].contents], "passage")[0])
+        if cosine < SAME_VECTOR:
+            raise ValueError(f"{where}: the stored vector of passage {corpus[0].id!r} and {encoder.name}'s agree only to {cosine:.2f} (cosine): another encoder, or a corpus in another order; set retriever.encoder and retriever.corpus to those the index was built with")

@@ -1,0 +1,86 @@
+"""What a retriever needs of memory, said before anything is loaded, and what would fit where it does not."""
+
+import re
+import sys
+from pathlib import Path
+
+import psutil
+import torch
+
+GB = 1e9
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def vector_bytes(factory: str, dim: int) -> float:
+    """Bytes a vector takes in a FAISS index of this factory string: its code, its id in an inverted list, its graph edges.
+
+    >>> vector_bytes("Flat", 768), vector_bytes("IVF16384,SQ8", 768), vector_bytes("OPQ192,IVF16384,PQ192x8", 768)
+    (3072.0, 776.0, 200.0)
+    """
+    parts = factory.split(",")
+    reduced = re.search(r"(?:OPQ\d+_|PCAR?|RR)(\d+)", parts[0])
+    dim = int(reduced[1]) if reduced else dim
+    code = 4.0 * dim
+    for part in parts:
+        if match := re.fullmatch(r"(?:HNSW\d+_)?PQ(\d+)(?:x(\d+))?(?:fsr?)?(?:np)?", part):
+            code = int(match[1]) * int(match[2] or 8) / 8
+        elif match := re.fullmatch(r"(?:HNSW\d+_)?SQ(fp16|bf16|\d+)", part):
+            code = dim * (2 if match[1] in ("fp16", "bf16") else int(match[1]) / 8)
+        elif match := re.fullmatch(r"RaBitQ(\d*)", part):
+            bits = int(match[1] or 1)
+            code = dim * bits / 8 + (8 if bits == 1 else 20)
+    if any(part.startswith("IVF") for part in parts):
+        code += 8
+    if match := re.match(r"HNSW(\d+)", parts[0]):
+        code += 4 * 2 * int(match[1]) * 1.05 + 12  # edges of the lowest level and the few above; level and offset
+    return code
+
+
+def choices(num_vectors: int, dim: int) -> dict[str, float]:
+    """Bytes of every way to hold the vectors, largest first."""
+    of = lambda factory: num_vectors * vector_bytes(factory, dim)
+    return {
+        "faiss hnsw": of("HNSW32"),
+        "faiss flat": of("Flat"),
+        "torch float16": num_vectors * dim * 2.0,
+        "faiss ivf-sq": of("IVF1,SQ8"),
+        "torch int8": num_vectors * (dim + 4.0),
+        "faiss ivf-pq": of(f"IVF1,PQ{dim // 4}x8"),
+    }
+
+
+def available_bytes() -> float:
+    """Memory that a process may still take: the machine's, or its control group's where that is less."""
+    free = psutil.virtual_memory().available
+    try:
+        limit, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        free = free if limit == "max" else min(free, int(limit) - int(used) + int(stat.get("file", 0)))  # file pages give way
+    except (OSError, ValueError):
+        pass
+    return float(free)
+
+
+def gpu_bytes() -> float:
+    """Free memory of all GPUs together; a tenth of each is left to the searches themselves."""
+    return sum(0.9 * torch.cuda.mem_get_info(number)[0] for number in range(torch.cuda.device_count()))
+
+
+def check(what: str, needed: float, num_vectors: int, dim: int, limit_gb: float | None = None, where: str = "memory") -> None:
+    """Prints the estimate; ValueError, naming what would fit, where `needed` bytes are more than there are.
+
+    Mapped files count in full: an exact search reads all of them for every batch, from the disk where they do not fit.
+    """
+    free = limit_gb * GB if limit_gb is not None else gpu_bytes() if where == "GPU memory" else available_bytes()
+    print(f"retriever: {what}: {needed / GB:.2f} GB of {where}, {free / GB:.2f} GB available", file=sys.stderr, flush=True)
+    if needed <= free:
+        return
+    fitting = [f"{name} ({size / GB:.2f} GB)" for name, size in choices(num_vectors, dim).items() if size <= free] if dim else []
+    remedy = f"what would fit: {', '.join(fitting)}" if fitting else "nothing here would fit: use a machine with more, a smaller corpus, or a GPU"
+    raise ValueError(f"{what} needs {needed / GB:.2f} GB of {where} for {num_vectors:,} vectors of {dim}, and {free / GB:.2f} GB are available; {remedy}. retriever.max_memory_gb overrules the limit")
+
+
+def check_build(factory: str, num_vectors: int, dim: int, train_rows: int) -> None:
+    """The same for making a FAISS index: a flat one is streamed to the disk, any other is held while it is filled."""
+    held = 0.0 if factory in ("Flat", "none") else num_vectors * vector_bytes(factory, dim) + (0.0 if factory.startswith("HNSW") else 4.0 * min(num_vectors, train_rows) * dim)
+    check(f"building {factory}", held, num_vectors, dim)

@@ -1,0 +1,75 @@
+"""Record and replay of searches: one SQLite file of query -> passages, with which a run is repeatable without its index."""
+
+import json
+import sqlite3
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from lld.protocol import Passage
+
+TABLES = """
+CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT);
+CREATE TABLE IF NOT EXISTS searches (query TEXT, topk INTEGER, passages TEXT, PRIMARY KEY (query, topk)) WITHOUT ROWID;
+"""
+
+
+class Recording:
+    """A file of searches, shared by all threads and processes of a run; a kill loses nothing that was answered.
+
+    The first answer to a query is kept and given from then on, to every process: so what a recorded run saw is what its
+    replay sees, even where an index breaks ties one way today and another way tomorrow. Failed searches are not recorded.
+    """
+
+    def __init__(self, path: str, topk: int, search: Callable[[list[str]], list[list[Passage]]] | None = None, fingerprint: str | None = None):
+        """With `search`, records into `path` (ValueError where it was recorded from another index); without, replays it."""
+        if search is None and not Path(path).is_file():
+            raise ValueError(f"retriever.replay = {path}: no such recording; make one with retriever.record")
+        self.path, self.topk, self.search, self.lock = path, topk, search, threading.Lock()
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.file = sqlite3.connect(path, timeout=60, check_same_thread=False, isolation_level=None)
+            self.file.executescript(TABLES) if search else self.file.execute("SELECT count(*) FROM about")
+        except sqlite3.DatabaseError as error:
+            raise ValueError(f"{path} is no recording of searches ({error}): give another file, or delete it") from None
+        if search is None:
+            recorded = self._topks()
+            if recorded and topk not in recorded:
+                raise ValueError(f"retriever.replay = {path} was recorded with topk {', '.join(map(str, recorded))}, not {topk}: set retriever.topk to that")
+            return
+        self.file.execute("INSERT OR IGNORE INTO about VALUES ('fingerprint', ?)", (fingerprint,))
+        [(before,)] = self.file.execute("SELECT value FROM about WHERE name = 'fingerprint'")
+        if before != fingerprint:
+            raise ValueError(f"retriever.record = {path} was recorded from index {before}, not {fingerprint}: choose another file, or delete it")
+
+    def _topks(self) -> list[int]:
+        return [topk for (topk,) in self.file.execute("SELECT DISTINCT topk FROM searches ORDER BY topk")]
+
+    def _look_up(self, queries: list[str]) -> dict[str, list[Passage]]:
+        found = {}
+        with self.lock:
+            for query in dict.fromkeys(queries):
+                for (passages,) in self.file.execute("SELECT passages FROM searches WHERE query = ? AND topk = ?", (query, self.topk)):
+                    found[query] = [Passage(*passage) for passage in json.loads(passages)]
+        return found
+
+    def record(self, queries: list[str]) -> list[list[Passage]]:
+        """The passages of every query: those recorded, and for what is new those that the search finds now."""
+        found = self._look_up(queries)
+        new = [query for query in dict.fromkeys(queries) if query not in found]
+        if new:
+            rows = [(query, self.topk, json.dumps([[p.id, p.contents, p.score] for p in passages])) for query, passages in zip(new, self.search(new), strict=True) if passages]
+            with self.lock:
+                self.file.execute("BEGIN IMMEDIATE")
+                self.file.executemany("INSERT OR IGNORE INTO searches VALUES (?, ?, ?)", rows)
+                self.file.execute("COMMIT")
+            found |= self._look_up(new)
+        return [found.get(query, []) for query in queries]
+
+    def replay(self, queries: list[str]) -> list[list[Passage]]:
+        """The recorded passages; ValueError for a query that was never asked."""
+        found = self._look_up(queries)
+        for query in queries:
+            if query not in found:
+                raise ValueError(f"retriever.replay = {self.path} has no search {query[:200]!r} with topk {self.topk}: the run is not the recorded one (seed, options, weights or number of processes differ)")
+        return [found[query] for query in queries]

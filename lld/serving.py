@@ -1,0 +1,158 @@
+"""What stands between many clients and one index: requests gathered into batches, a cache, and statistics.
+
+A batch of 64 queries costs little more than one query: the encoder runs one padded batch, and the vectors are read once.
+"""
+
+import asyncio
+import collections
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from lld.protocol import Passage
+
+LATENCIES = 10_000  # requests that the percentiles look back on
+
+
+class Busy(RuntimeError):
+    """More queries are waiting than the server takes on."""
+
+
+class Cache:
+    """The last `size` searches, by (query, topk) and the index's fingerprint; 0 keeps none. Used by one thread."""
+
+    def __init__(self, size: int, fingerprint: str):
+        self.size, self.fingerprint, self.found = size, fingerprint, collections.OrderedDict()
+        self.num_hits = self.num_misses = 0
+
+    def get(self, query: str, topk: int) -> list[Passage] | None:
+        key = (self.fingerprint, query, topk)
+        if key not in self.found:
+            self.num_misses += 1
+            return None
+        self.num_hits += 1
+        self.found.move_to_end(key)
+        return self.found[key]
+
+    def put(self, query: str, topk: int, passages: list[Passage]) -> None:
+        self.found[self.fingerprint, query, topk] = passages
+        while len(self.found) > self.size:
+            self.found.popitem(last=False)
+
+
+class Batcher:
+    """Answers queries of many requests with few searches of the retriever.
+
+    A search begins when `max_batch` queries wait, or none has come for `max_wait_s`, at the latest a quarter of the last
+    search's time after the first: those who were just answered ask again, and half a batch costs more than half. `num_searches` run side by side, each on one of the threads that share what waits: 1 suits a
+    GPU, or a CPU whose cores work on one search together. A query that waits or runs already is not searched for twice. All
+    methods but the search itself run in the event loop.
+    """
+
+    def __init__(self, retriever, *, max_batch: int = 256, max_wait_s: float = 0.005, max_waiting: int = 16384, cache_size: int = 100_000, num_searches: int = 1):
+        self.retriever, self.max_batch, self.max_wait_s, self.max_waiting = retriever, max_batch, max_wait_s, max_waiting
+        self.cache = Cache(cache_size, retriever.fingerprint)
+        self.waiting: collections.OrderedDict[tuple[int, str], asyncio.Future] = collections.OrderedDict()
+        self.running: dict[tuple[int, str], asyncio.Future] = {}
+        self.arrived, self.threads, self.tasks, self.num_searches, self.num_busy = asyncio.Event(), ThreadPoolExecutor(num_searches, "search"), set(), num_searches, 0
+        self.started, self.latencies_s = time.monotonic(), collections.deque(maxlen=LATENCIES)
+        self.counts = collections.Counter(requests=0, queries=0, failed=0, batches=0, searched=0, largest_batch=0)
+
+    async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
+        """The passages of every query; Busy where too many wait, and whatever the retriever raises."""
+        began = time.monotonic()
+        self.counts.update(requests=1, queries=len(queries))
+        found, pending = {}, {}
+        for query in dict.fromkeys(queries):
+            passages = self.cache.get(query, topk)
+            if passages is not None:
+                found[query] = passages
+            else:
+                pending[query] = self.running.get((topk, query)) or self.waiting.get((topk, query))
+        new = [query for query, future in pending.items() if future is None]
+        if len(self.waiting) + len(new) > self.max_waiting:
+            self.counts["failed"] += 1
+            raise Busy(f"{len(self.waiting)} queries are waiting already")
+        for query in new:
+            pending[query] = self.waiting[topk, query] = asyncio.get_running_loop().create_future()
+        if new:
+            self.arrived.set()
+            self._start()
+        if pending:
+            await asyncio.wait(pending.values())  # not gather: a client that leaves must not cancel what others wait for
+            failures = [future.exception() for future in pending.values() if future.exception() is not None]
+            if failures:
+                self.counts["failed"] += 1
+                raise failures[0]
+        found |= {query: future.result() for query, future in pending.items()}
+        self.latencies_s.append(time.monotonic() - began)
+        return [found[query] for query in queries]
+
+    def _start(self) -> None:
+        if self.waiting and len(self.tasks) < self.num_searches:
+            task = asyncio.create_task(self._work())
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+
+    async def _work(self) -> None:
+        last_s = 0.0
+        while self.waiting:
+            await self._gather(max(self.max_wait_s, last_s / 4))
+            if not self.waiting:  # another search took them
+                return
+            topk = next(iter(self.waiting))[0]  # one topk a search: an approximate index answers 3 of 10 other than 3 of 3
+            share = -(-len(self.waiting) // (self.num_searches - self.num_busy))
+            keys = [key for key in self.waiting if key[0] == topk][: min(share, self.max_batch)]
+            futures = {key: self.waiting.pop(key) for key in keys}
+            self.running |= futures
+            self.num_busy += 1
+            self._start()
+            began = time.monotonic()
+            try:
+                results = await asyncio.get_running_loop().run_in_executor(self.threads, self.retriever.search, [query for _, query in keys], topk)
+                assert len(results) == len(keys)
+            except Exception as error:  # the retriever's; those who asked are told, and the server lives on
+                for future in futures.values():
+                    future.set_exception(error)
+                    future.exception()  # heard, even where every client has left
+            else:
+                for (_, query), future, passages in zip(keys, futures.values(), results):
+                    self.cache.put(query, topk, passages)
+                    future.set_result(passages)
+            for key in keys:
+                del self.running[key]
+            self.num_busy -= 1
+            self.counts.update(batches=1, searched=len(keys))
+            self.counts["largest_batch"] = max(self.counts["largest_batch"], len(keys))
+            last_s = time.monotonic() - began
+            await asyncio.sleep(0)  # those who were just answered may ask again at once
+
+    async def _gather(self, longest_s: float) -> None:
+        end = time.monotonic() + longest_s
+        while len(self.waiting) < self.max_batch and (left_s := end - time.monotonic()) > 0:
+            self.arrived.clear()
+            try:
+                await asyncio.wait_for(self.arrived.wait(), min(left_s, self.max_wait_s))
+            except asyncio.TimeoutError:
+                return
+
+    def stats(self) -> dict:
+        """Counts since the start, the queue now, the size of batches, and latency percentiles of the last requests, in ms."""
+        ordered, counts = sorted(self.latencies_s), self.counts
+        percentile = lambda share: round(1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))], 2) if ordered else None
+        looked_up = self.cache.num_hits + self.cache.num_misses
+        return {
+            "uptime_s": round(time.monotonic() - self.started, 1),
+            "requests": counts["requests"],
+            "queries": counts["queries"],
+            "failed_requests": counts["failed"],
+            "queue": {"waiting": len(self.waiting), "running": len(self.running)},
+            "batches": {"count": counts["batches"], "mean": round(counts["searched"] / max(1, counts["batches"]), 2), "largest": counts["largest_batch"]},
+            "latency_ms": {"p50": percentile(0.5), "p90": percentile(0.9), "p99": percentile(0.99)},
+            "cache": {"entries": len(self.cache.found), "hits": self.cache.num_hits, "hit_rate": round(self.cache.num_hits / max(1, looked_up), 4)},
+        }
+
+    async def close(self) -> None:
+        """Lets what is under way end."""
+        if self.tasks:
+            await asyncio.wait(self.tasks)
+        self.threads.shutdown()

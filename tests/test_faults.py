@@ -1,0 +1,152 @@
+"""Whole runs against a server that is killed, hangs, and lies: what was trained on is what was retrieved, and nothing else."""
+
+import json
+import random
+import socket
+import struct
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock, Thread
+
+import pytest
+import torch
+from conftest import make_tokenizer
+from test_rollout import play
+from test_train import rows, write_config
+
+import train
+from lld import protocol
+from lld.protocol import Passage
+from lld.tools import RetrieverError
+
+FAULTS = ("killed", "hangs", "short", "garbage", "empty", "blank", "error", "half")
+
+
+class Unreliable(BaseHTTPRequestHandler):
+    """Answers well, and remembers what it answered, or does the next of FAULTS; `draw` decides, request by request."""
+
+    def do_POST(self):
+        cls = type(self)
+        queries = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["queries"]
+        with cls.lock:
+            fault = FAULTS[len(cls.faults) % len(FAULTS)] if cls.draw.random() < cls.share else None
+            cls.served += 1
+            passages = {query: [{"document": {"id": f"{cls.served}-{rank}", "contents": f'"T {cls.served}"\nabout {query} {rank}'}, "score": 1.0} for rank in range(3)] for query in queries}
+            if fault is not None:
+                cls.faults.append(fault)
+            elif cls.served > 1:  # the first is the question of health
+                cls.good.append({query: [item["document"]["contents"] for item in items] for query, items in passages.items()})
+        body = json.dumps({"result": [passages[query] for query in queries]}).encode()
+        if fault == "hangs":
+            time.sleep(0.5)
+        if fault == "killed":
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, as from a dead process
+            return self.connection.close()
+        lists = [passages[query] for query in queries]
+        lies = {"garbage": b"<html>\xff", "short": lists[:-1], "empty": [[]] * len(queries), "blank": [[{"document": {"id": "0", "contents": "  "}}]] * len(queries)}
+        if fault in lies:
+            body = lies[fault] if isinstance(lies[fault], bytes) else json.dumps({"result": lies[fault]}).encode()
+        try:
+            self.send_response(500 if fault == "error" else 200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body[: len(body) // 2] if fault == "half" else body)
+        except OSError:
+            pass  # the client has given up
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("faults")
+
+
+def run(folder, name, monkeypatch, share, **rollout):
+    """Trains against such a server; returns exit code, its handler, and the episodes of every step that was trained on."""
+    handler = type("Handler", (Unreliable,), {"draw": random.Random(1), "share": 0.0, "served": 0, "faults": [], "good": [], "lock": Lock()})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    tree = {
+        "retriever": {"url": f"http://127.0.0.1:{server.server_port}", "retries": 0, "timeout_s": 0.25}, "eval": {"every": 0},
+        "rollout": {"num_questions": 6, "num_slots": 2, "max_failed_groups": 0.9, **rollout},
+        "run": {"dir": str(folder / name), "steps": 4, "save_every": 4}, "optim": {"lr": 1e-6}, "tinyworld": {"warm_start_steps": 150},
+    }  # fmt: skip
+    trained, collate = [], train.collate
+
+    def spy(episodes, *rest):
+        trained.append(list(episodes))
+        return collate(episodes, *rest)
+
+    check_health = train.check_health
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "collate", spy)
+        patch.setattr(train, "check_health", lambda options: (check_health(options), setattr(handler, "share", share)))
+        code = train.main(["--config", str(write_config(folder, name, **tree))])
+    server.shutdown()
+    server.server_close()
+    return code, handler, trained
+
+
+def observations(episode) -> list[list[int]]:
+    return [episode.token_ids[turn.end : turn.observation_end] for turn in episode.turns if turn.kind == "search" and turn.observation_end > turn.end]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_only_what_was_retrieved_is_trained_on(folder, monkeypatch, overlap):
+    """Every observation of every trained episode is, token for token, the rendering of a good reply to its very query."""
+    code, handler, trained = run(folder, f"faulty-{overlap}", monkeypatch, 0.3, overlap_search=overlap)
+    assert code == 0 and len(trained) == 4 and len(set(handler.faults)) >= 4, (code, handler.faults)
+    tokenizer = train.load_tokenizer(train.config.load(str(folder / f"faulty-{overlap}.yaml")).model)
+    retrieved = {(query, tuple(contents)) for reply in handler.good for query, contents in reply.items()}
+    num_observations = 0
+    for episode in (episode for episodes in trained for episode in episodes):
+        assert not episode.failure and episode.stop_reason in ("answer", "turns", "length")
+        searched = [turn for turn in episode.turns if turn.searched]
+        for turn in searched:
+            assert (turn.content, tuple(passage.contents for passage in turn.passages)) in retrieved
+        for turn, ids in zip(searched, observations(episode)):
+            assert ids == protocol.render_observation(tokenizer, list(turn.passages), 100)[0]
+            num_observations += 1
+    assert num_observations > 15
+    logged = rows(folder / f"faulty-{overlap}")
+    assert [row["failed_groups"] for row in logged] == pytest.approx([1 - len(episodes) / 18 for episodes in trained]) and sum(row["failed_groups"] for row in logged) > 0
+    for episodes in trained:  # whole groups
+        assert len(episodes) % 3 == 0 and all(len({e.question.id for e in episodes[i : i + 3]}) == 1 for i in range(0, len(episodes), 3))
+
+
+def test_above_the_rate_the_run_stops_with_a_checkpoint(folder, monkeypatch, capsys):
+    code, handler, trained = run(folder, "too-faulty", monkeypatch, 1.0, max_failed_groups=0.4)
+    message = capsys.readouterr().err
+    assert code == 3 and not trained and "Nothing was trained on the failed search" in message and "last reason" in message
+    assert (folder / "too-faulty" / "checkpoints" / "step_000000" / "manifest.json").exists() and len(handler.faults) >= 1
+
+
+def failing_once(queries):
+    if "bad" in queries:
+        raise RetrieverError("gone")
+    return [[Passage("0", '"T"\ntext')] for _ in queries]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_failed_search_ends_its_episodes_and_no_others(overlap):
+    tokenizer = make_tokenizer()
+    turns = [[["<search> bad </search>", "<answer> never </answer>"]], [["<search> fine </search>", "<answer> a </answer>"]]]
+    episodes = play(tokenizer, failing_once, turns, overlap_search=overlap, max_failed_groups=1)
+    assert [e.stop_reason for e in episodes] == ["failed_search", "answer"] and [e.failure for e in episodes] == ["gone", ""]
+    assert episodes[0].num_searches == 0 and set(episodes[0].action_ids) == {1}, "nothing stands where the passages would"
+    with pytest.raises(RetrieverError, match="gone"):
+        play(tokenizer, failing_once, turns * 2, overlap_search=overlap, max_failed_groups=1)
+
+
+def test_updates_take_any_number_of_rows():
+    """A step that lost groups still makes all its updates, on every process, with every row once."""
+    from lld.update import plan_updates
+
+    for rows_left in range(10, 40, 3):
+        plan = plan_updates(torch.randint(5, 99, (rows_left,)).tolist(), 10, 3)
+        assert sorted(row for shares in plan for share in shares for row in share) == list(range(rows_left))
+        sizes = [sum(map(len, shares)) for shares in plan]
+        assert len(sizes) == 10 and max(sizes) - min(sizes) <= 1 and min(sizes) >= 1

