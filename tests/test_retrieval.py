@@ -6,7 +6,6 @@ import gzip
 import json
 import math
 import random
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -15,7 +15,7 @@ import retriever_server
 from lld.config import Retriever
 from lld.retrieval import open_retriever
 from lld.tools import Client, check_health
-from retriever_server import Limits, make_app, parse_options
+from retriever_server import make_app, parse_options
 
 TEXTS = ['"Red"\nred apple', '"Blue"\nblue sky', '"Green"\ngreen apple pie', '"Ünï"\nödd “text” </answer>']
 

@@ -15,7 +15,6 @@ from lld.protocol import Passage
 from lld.tools import Client, Malformed, Refused, RetrieverError, ServerFault, TimedOut, Unreachable, check_health, make_search, read_result
 
 
-
 def search_over_http(queries, *, url, topk, timeout_s, retries):
     return Client([url], timeout_s=timeout_s, retries=retries).search(queries, topk)
 
