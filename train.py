@@ -1,12 +1,18 @@
-"""Trains a search agent: `accelerate launch train.py --config configs/tiny.yaml [--resume] [section.option=value …]`."""
+"""Trains a search agent: `accelerate launch train.py --config configs/tiny.yaml [--resume] [section.option=value …]`.
+
+Exit codes: 0 done; 1 a bug, with its traceback; 2 a mistake in the options; 3 the retriever is gone; 4 stopped by monitor.stop_in_phase;
+5 SIGTERM or SIGINT; 6 numbers that are not finite; 7 the run's folder cannot be written; 8 the watchdog; 9 another process is gone.
+"""
 
 import argparse
 import copy
 import dataclasses
+import functools
 import json
 import os
 import sys
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 # On shared cores OpenMP threads that spin while they wait made a step 20 times slower; must be set before torch is imported.
@@ -14,11 +20,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import InitProcessGroupKwargs, gather_object, set_seed
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from lld import checkpoint, config, crashbox, metrics, monitor, phases, protocol, runs, tinyworld, trajectories
+from lld import checkpoint, config, crashbox, metrics, monitor, phases, protocol, runs, survive, tinyworld, trajectories
 from lld.advantages import group_advantages
 from lld.data import Question, load_questions, questions_of_step
 from lld.engine import Engine
@@ -29,8 +35,11 @@ from lld.policy import Policy, check_fit, eos_ids, load_lm, load_tokenizer
 from lld.report import plot_run, write_page
 from lld.reward import score_episodes
 from lld.rollout import check_prompts, rollout
-from lld.tools import RetrieverError, check_health, make_search
+from lld.tools import RetrieverError, Unplayed, check_health, make_search
 from lld.update import learning_rate, score_batch, update_policy
+
+
+MAX_IDLE_STEPS = 3  # steps in a row without a single finite gradient, after which a run ends
 
 
 def main(argv: list[str]) -> int:
@@ -40,18 +49,32 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--resume", action="store_true", help="continue the run in run.dir from its newest checkpoint")
     parser.add_argument("overrides", nargs="*", metavar="section.option=value")
     args = parser.parse_args(argv)
+    guard = survive.Guard()
     try:
         if (args.config is None) == (args.replay is None) or (args.replay and args.resume):
             raise ValueError("give either --config CONFIG, or --replay BOX without --resume")
         if args.replay:
-            return train(crashbox.replay_options(args.replay, args.overrides), False, args.replay)
-        return train(config.load(args.config, args.overrides), args.resume)
+            return train(guard, crashbox.replay_options(args.replay, args.overrides), False, args.replay)
+        return train(guard, config.load(args.config, args.overrides), args.resume)
     except ValueError as error:  # the user's; everything else is ours and keeps its traceback
         print(f"train.py: {error}", file=sys.stderr)
         return 2
     except RetrieverError as error:
         print(f"train.py: {error}", file=sys.stderr)
-        return 3
+        return survive.RETRIEVER
+    except (checkpoint.WriteError, OSError) as error:
+        if isinstance(error, OSError) and (guard.run_dir is None or error.errno not in checkpoint.DISK_ERRORS):
+            raise
+        print(f"train.py: {error}. {checkpoint.last_good(guard.run_dir)}, and it is untouched: make room or mend the folder's permissions, then continue with --resume.", file=sys.stderr)
+        return survive.DISK
+    except RuntimeError as error:
+        if not survive.lost_peer(error):
+            raise
+        phase, step = guard.now
+        print(f"train.py: rank {guard.rank}: another process of this run ended or fell silent (phase {phase!r} of step {step}; {str(error).splitlines()[0]}); see its own message. {guard.save_what_stands()}", file=sys.stderr, flush=True)
+        os._exit(survive.PEER)  # an orderly exit would wait for the one that is gone
+    finally:
+        guard.close()
 
 
 @dataclass
@@ -71,35 +94,52 @@ class Parts:
     optimizer: torch.optim.Optimizer
     snapshots: list[dict]
     detector: phases.Detector
+    guard: survive.Guard
+    best: tuple[float, int] | None = None
     phase: int = 0
+    idle_steps: int = 0  # in a row of which no update was made
     recent: crashbox.Recent | None = None
     sentinel: Batch | None = None
 
 
-def train(cfg: config.Config, resume: bool, box: Path | None = None) -> int:
-    """Runs until `run.steps` rollout steps are done; returns the process's exit code (3: the retriever is gone, 4: stopped
-    by `monitor.stop_in_phase`). With a crash box the episodes are those in the box and nothing is played or evaluated."""
-    parts, first_step = build(cfg, resume, box)
+def train(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | None = None) -> int:
+    """Runs until `run.steps` rollout steps are done; returns the process's exit code. With a crash box the episodes are
+    those in the box and nothing is played or evaluated."""
+    parts, first_step = build(guard, cfg, resume, box)
     accelerator, run_dir = parts.accelerator, Path(cfg.run.dir)
-    row = evaluate(parts, cfg, 0) if cfg.eval.at_start and first_step == 0 else {}
+    try:
+        row = evaluate(parts, cfg, 0) if cfg.eval.at_start and first_step == 0 else {}
+        if first_step and box is None:
+            make_up_evaluation(parts, cfg, first_step)
+    except Unplayed as error:
+        return stop(parts, cfg, first_step, *reason(parts, str(error)))
     steps = tqdm(range(first_step, cfg.run.steps), desc="training", initial=first_step, total=cfg.run.steps, disable=not accelerator.is_main_process)
     for step in steps:
         clock = metrics.Clock()
+        guard.phase("rollout", step)
+        guard.rescue = functools.partial(write_checkpoint, parts, cfg, step) if box is None else None
         episodes, failure = play(parts, cfg, step) if box is None else (crashbox.read_episodes(box, step), None)
         if failure:
-            return stop(parts, cfg, step, f"{failure}\nNothing was trained on the failed search.", 3)
+            return stop(parts, cfg, step, *reason(parts, failure))
         clock.lap("rollout")
+        guard.phase("update")
+        guard.rescue = None
         keep_for_later(parts, cfg, step, episodes)
         learned, update_rows, batch = learn(parts, cfg, step, episodes, clock)
         row |= learned
+        broken = not_finite(parts, row, cfg.optim.updates_per_rollout)
+        if broken:
+            return give_up(parts, cfg, step, broken)
 
         last = step + 1 == cfg.run.steps
         if cfg.eval.every and ((step + 1) % cfg.eval.every == 0 or last):
             try:
-                row |= evaluate(parts, cfg, step + 1)
-            except RetrieverError as error:
-                failure = f"{error}\nNothing was trained on the failed search."
+                evaluated = evaluate(parts, cfg, step + 1)
+                row, parts.best = row | evaluated, checkpoint.better(parts.best, evaluated, step + 1)
+            except Unplayed as error:
+                failure = str(error)
         clock.lap("eval")
+        guard.phase("logs")
         began = warn(parts, cfg, row)
         if accelerator.is_main_process:
             timings = clock.row(parts.search.reset(), episodes, accelerator.num_processes, int(batch.lengths_B.sum()))
@@ -107,16 +147,17 @@ def train(cfg: config.Config, resume: bool, box: Path | None = None) -> int:
             metrics.append_rows(run_dir / "metrics.jsonl", [row])
             metrics.append_rows(run_dir / "timings.jsonl", [{"step": step} | timings])
             accelerator.log(row | timings, step=step)
+            guard.beat(step, cfg.run.steps, timings["time/step_s"], int(batch.lengths_B.sum()))
             steps.set_postfix(reward=f"{row['reward/mean']:.3f}", entropy=f"{row['entropy']:.3f}", searches=f"{row['searches']:.2f}")
         if began == 3 and parts.recent is not None and accelerator.is_main_process:
             folder = parts.recent.write(run_dir, cfg, parts.lm, parts.tokenizer)
             tqdm.write(f"crash box: {folder}; try another loss on it with train.py --replay {folder} loss.lld_weight=0.2")
         row = {}
-        if failure:
-            return stop(parts, cfg, step + 1, failure, 3)
+        if failure or guard.agreed(accelerator):
+            return stop(parts, cfg, step + 1, *reason(parts, failure))
         if began and began >= cfg.monitor.stop_in_phase > 0:
-            return stop(parts, cfg, step + 1, f"phase {began} ({phases.NAMES[began]}) has begun and monitor.stop_in_phase = {cfg.monitor.stop_in_phase}.", 4)
-        if box is None and ((step + 1) % cfg.run.save_every == 0 or last):
+            return stop(parts, cfg, step + 1, f"phase {began} ({phases.NAMES[began]}) has begun and monitor.stop_in_phase = {cfg.monitor.stop_in_phase}.", survive.PHASE)
+        if box is None and ((step + 1) % cfg.run.save_every == 0 or last or parts.best and parts.best[1] == step + 1):
             save(parts, cfg, step + 1)
     accelerator.end_training()
     if accelerator.is_main_process:
@@ -143,7 +184,7 @@ def learn(parts: Parts, cfg: config.Config, step: int, episodes: list[Episode], 
     if parts.sentinel is None and cfg.monitor.sentinel_every:
         parts.sentinel = monitor.choose_sentinel(batch, episodes, cfg.monitor.sentinel_size)
         if parts.sentinel is not None and accelerator.is_main_process:
-            monitor.save_sentinel(Path(cfg.run.dir) / "sentinel.pt", parts.sentinel)
+            monitor.save_sentinel(Path(cfg.run.dir) / "sentinel.pt", parts.sentinel, step)
     if parts.sentinel is not None and due(step, cfg.monitor.sentinel_every):
         row |= monitor.describe_sentinel(accelerator, parts.policy, parts.sentinel, cfg)
     clock.lap("rescore")
@@ -182,12 +223,13 @@ def warn(parts: Parts, cfg: config.Config, row: dict) -> int:
     return row["phase"]
 
 
-def build(cfg: config.Config, resume: bool, box: Path | None = None) -> tuple[Parts, int]:
+def build(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | None = None) -> tuple[Parts, int]:
     """Opens and checks everything before any work starts; returns it with the step to start from."""
     check_launch()
     run_dir, on_gpu = Path(cfg.run.dir), torch.cuda.is_available()
     mixed_precision = cfg.model.mixed_precision if on_gpu else "no"
-    accelerator = Accelerator(mixed_precision=mixed_precision, log_with=list(cfg.run.trackers) or None, project_dir=run_dir, cpu=not on_gpu)
+    patience = [InitProcessGroupKwargs(timeout=timedelta(seconds=survive.PATIENCE * cfg.run.watchdog_s))] if cfg.run.watchdog_s else []
+    accelerator = Accelerator(mixed_precision=mixed_precision, log_with=list(cfg.run.trackers) or None, project_dir=run_dir, cpu=not on_gpu, kwargs_handlers=patience)
     torch.use_deterministic_algorithms(cfg.run.deterministic, warn_only=True)
     set_seed(cfg.run.seed)  # episodes and data order have their own generators; this is for anything a model may draw
     checkpoint.check_run_dir(run_dir, cfg, resume)
@@ -216,11 +258,12 @@ def build(cfg: config.Config, resume: bool, box: Path | None = None) -> tuple[Pa
         torch.set_rng_state(state["rng"])
         first_step, snapshots = state["num_steps"], state["snapshots"]
     policy, optimizer = accelerator.prepare(policy, optimizer)
+    guard.watch(run_dir, accelerator, cfg.run.watchdog_s)
     if accelerator.is_main_process:
         checkpoint.begin_run(run_dir, cfg, first_step)
     if cfg.run.trackers:
         accelerator.init_trackers("lld", config={f"{s}.{k}": str(v) for s, options in config.to_dict(cfg).items() for k, v in options.items()})
-    parts = Parts(accelerator, tokenizer, questions, held_out, search, policy, accelerator.unwrap_model(policy).lm, reference, anchor, optimizer, snapshots, phases.Detector())
+    parts = Parts(accelerator, tokenizer, questions, held_out, search, policy, accelerator.unwrap_model(policy).lm, reference, anchor, optimizer, snapshots, phases.Detector(), guard)
     remember(parts, cfg, box or run_dir, first_step)
     return parts, first_step
 
@@ -241,8 +284,10 @@ def remember(parts: Parts, cfg: config.Config, folder: Path, first_step: int) ->
     for row in runs.read_rows(folder / "metrics.jsonl"):
         if row["step"] < first_step:
             parts.phase = parts.detector.update(row)
+            if row["step"] > 0 or cfg.eval.every == 1:  # the first row holds the evaluation at the start
+                parts.best = checkpoint.better(parts.best, row, row["step"] + 1)
     if cfg.monitor.sentinel_every and first_step:
-        parts.sentinel = monitor.load_sentinel(folder / "sentinel.pt")
+        parts.sentinel = monitor.load_sentinel(folder / "sentinel.pt", first_step)
     parts.recent = crashbox.Recent(cfg.monitor.crash_box) if cfg.monitor.crash_box else None
 
 
@@ -273,9 +318,9 @@ def play(parts: Parts, cfg: config.Config, step: int) -> tuple[list[Episode], st
                 new_engine(parts, cfg, options), parts.tokenizer, [question for _, question in mine], parts.search, num_samples=options.group_size, seed=cfg.run.seed, step=step, repeats=repeats,
                 max_turns=options.max_turns, max_new_tokens=options.max_new_tokens, max_observation_tokens=options.max_observation_tokens,
                 max_episode_tokens=options.max_episode_tokens, max_failed_groups=int(options.max_failed_groups * len(questions)),
-                overlap_search=options.overlap_search, progress=progress.update,
+                overlap_search=options.overlap_search, progress=parts.guard.ticks(progress),
             )  # fmt: skip
-    except RetrieverError as error:
+    except Unplayed as error:
         failure = str(error)
     failures = [text for text in gather_object([failure]) if text]
     if failures:
@@ -290,25 +335,56 @@ def play(parts: Parts, cfg: config.Config, step: int) -> tuple[list[Episode], st
 
 def evaluate(parts: Parts, cfg: config.Config, num_steps: int) -> dict[str, float]:
     """Metrics on the held-out questions after `num_steps` steps; the trajectories go to eval/<benchmark>/ of the run's folder."""
-    row = {}
+    row, accelerator = {}, parts.accelerator
     for name, questions in parts.held_out.items():
-        with parts.accelerator.autocast(), progress_bar(parts, len(questions), f"evaluating {name}") as progress:
+        parts.guard.phase("evaluation", num_steps)
+        num_mine = len(questions[accelerator.process_index :: accelerator.num_processes])
+        with accelerator.autocast(), progress_bar(parts, num_mine, f"evaluating {name}") as progress:
             engine = new_engine(parts, cfg, cfg.eval)
-            records = evaluate_questions(engine, parts.tokenizer, questions, parts.search, cfg, seed=cfg.run.seed, progress=progress.update, accelerator=parts.accelerator)
+            records = evaluate_questions(engine, parts.tokenizer, questions, parts.search, cfg, seed=cfg.run.seed, progress=parts.guard.ticks(progress), accelerator=accelerator)
         row |= {f"eval/{name}/{key}": value for key, value in summarize(records).items()}
-        if parts.accelerator.is_main_process:
+        if accelerator.is_main_process:
             path = Path(cfg.run.dir) / "eval" / name / f"step_{num_steps:06d}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return row
 
 
+def make_up_evaluation(parts: Parts, cfg: config.Config, num_steps: int) -> None:
+    """Makes the evaluation after `num_steps` steps that a signal or a failed search cut short before the run was resumed."""
+    log = Path(cfg.run.dir) / "metrics.jsonl"
+    row = runs.read_rows(log)[-1]
+    if not cfg.eval.every or (num_steps % cfg.eval.every and num_steps != cfg.run.steps) or any(name.startswith("eval/") for name in row):
+        return
+    evaluated = evaluate(parts, cfg, num_steps)
+    parts.best = checkpoint.better(parts.best, evaluated, num_steps)
+    if parts.accelerator.is_main_process:
+        metrics.replace_last_row(log, {name: value for name, value in row.items() if name != "phase"} | evaluated | {"phase": row["phase"]})
+        parts.accelerator.log(evaluated, step=num_steps - 1)
+    save(parts, cfg, num_steps)
+
+
 def save(parts: Parts, cfg: config.Config, num_steps: int) -> Path:
-    """The checkpoint after `num_steps` steps, unless it is there already."""
+    """The checkpoint after `num_steps` steps, unless it is there already; then older ones are pruned."""
+    parts.guard.phase("checkpoint")
     folder = checkpoint.folder_of(cfg.run.dir, num_steps)
-    if parts.accelerator.is_main_process and not (folder / "manifest.json").exists():
-        checkpoint.save(cfg.run.dir, num_steps, parts.lm, parts.tokenizer, trainer_state(parts), cfg.run.keep_checkpoints)
+    if parts.accelerator.is_main_process:
+        write_checkpoint(parts, cfg, num_steps)
+        if parts.best:
+            checkpoint.write_best(cfg.run.dir, parts.best)
+        checkpoint.prune(cfg.run.dir, cfg.run.keep_checkpoints, parts.best[1] if parts.best else None)
+    parts.guard.phase(survive.WAITING)
     parts.accelerator.wait_for_everyone()
+    return folder
+
+
+def write_checkpoint(parts: Parts, cfg: config.Config, num_steps: int) -> Path | None:
+    """The checkpoint after `num_steps` steps, on the main process."""
+    folder = checkpoint.folder_of(cfg.run.dir, num_steps)
+    if not parts.accelerator.is_main_process:
+        return None
+    if not (folder / "manifest.json").exists():
+        checkpoint.save(cfg.run.dir, num_steps, parts.lm, parts.tokenizer, trainer_state(parts))
     return folder
 
 
@@ -323,6 +399,32 @@ def stop(parts: Parts, cfg: config.Config, num_steps: int, why: str, code: int) 
     folder = save(parts, cfg, num_steps)
     parts.accelerator.print(f"train.py: {why} Saved {folder}; continue with --resume.", file=sys.stderr)
     return code
+
+
+def reason(parts: Parts, failure: str | None) -> tuple[str, int]:
+    """Why a run stops whose rollout or evaluation was not played to its end, on any process, and its exit code."""
+    name = parts.guard.agreed(parts.accelerator)
+    if name:
+        return f"stopped by {name}, as asked.", survive.SIGNAL
+    return f"{failure}\nNothing was trained on the failed search.", survive.RETRIEVER
+
+
+def not_finite(parts: Parts, row: dict, num_updates: int) -> str | None:
+    """What is wrong after an update: weights that are not finite on any process, or too many steps in a row of which no update was made."""
+    broken = [name for name, weight in parts.lm.named_parameters() if not weight.isfinite().all()]
+    parts.idle_steps = parts.idle_steps + 1 if row["skipped_updates"] == num_updates else 0
+    if survive.largest(parts.accelerator, len(broken)):
+        return f"weights are not finite after the update ({', '.join(broken[:2]) or 'on another process'})"
+    return f"no update could be made in {parts.idle_steps} steps: every gradient was not finite" if parts.idle_steps == MAX_IDLE_STEPS else None
+
+
+def give_up(parts: Parts, cfg: config.Config, step: int, why: str) -> int:
+    """Ends a run that has nothing worth saving; the last good checkpoint stays."""
+    parts.accelerator.print(
+        f"train.py: step {step}: {why}. No checkpoint was written. {checkpoint.last_good(cfg.run.dir)}. --resume would repeat the same steps: start a new run with "
+        "model.path set to it and a smaller optim.lr or optim.max_grad_norm, or mend what the message of the skipped update names.", file=sys.stderr
+    )  # fmt: skip
+    return survive.NOT_FINITE
 
 
 def keep_snapshot(parts: Parts, lag: int) -> None:

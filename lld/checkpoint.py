@@ -3,11 +3,14 @@
 A checkpoint is a Hugging Face folder that `from_pretrained` opens, plus `trainer_state.pt` with what an exact restart
 needs: optimizer moments, the step (from which learning rate, data position and every episode's seed follow), torch's RNG
 and the snapshots LLDS may compare with. `manifest.json`, written last, names every file with its size and checksum.
+Nothing in it can run code when it is opened: safetensors, JSON, and tensors, numbers and strings read with weights_only.
 """
 
 import hashlib
+import errno
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -16,26 +19,45 @@ from pathlib import Path
 import torch
 import transformers
 import yaml
+from safetensors import SafetensorError
 
 from lld import config, metrics
 
 # Options that a resumed run may change.
-RESUMABLE = ("run.dir", "run.steps", "run.save_every", "run.keep_checkpoints", "run.trackers", "optim.micro_batch_size", "rollout.num_slots", "rollout.max_failed_groups", "retriever.url", "retriever.replicas", "retriever.timeout_s", "retriever.deadline_s", "retriever.retries", "retriever.record")
+RESUMABLE = ("run.dir", "run.steps", "run.save_every", "run.keep_checkpoints", "run.watchdog_s", "run.trackers", "optim.micro_batch_size", "rollout.num_slots", "rollout.max_failed_groups", "retriever.url", "retriever.replicas", "retriever.timeout_s", "retriever.deadline_s", "retriever.retries", "retriever.record")
 
+
+DISK_ERRORS = tuple(getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "EIO", "ENOTDIR", "ESTALE"))
+
+
+class WriteError(RuntimeError):
+    """The run's folder takes no more; the message names the reason and what is left."""
 
 
 def folder_of(run_dir: str | Path, num_steps: int) -> Path:
     return Path(run_dir) / "checkpoints" / f"step_{num_steps:06d}"
 
 
-def save(run_dir: str | Path, num_steps: int, lm, tokenizer, trainer_state: dict, keep: int) -> Path:
-    """Writes the checkpoint after `num_steps` steps aside and renames it when it is whole; prunes all but `keep` (0: none).
+def save(run_dir: str | Path, num_steps: int, lm, tokenizer, trainer_state: dict) -> Path:
+    """Writes the checkpoint after `num_steps` steps aside and renames it when it is whole.
 
-    `trainer_state` holds tensors, numbers, strings, lists and dicts only: it is read back with weights_only.
+    `trainer_state` holds tensors, numbers, strings, lists and dicts only: it is read back with weights_only. WriteError where
+    the disk is full or the folder cannot be written; older checkpoints are then as they were.
     """
     folder = folder_of(run_dir, num_steps)
     aside = folder.with_name(folder.name + ".partial")
     shutil.rmtree(aside, ignore_errors=True)
+    try:
+        _write(folder, aside, num_steps, lm, tokenizer, trainer_state)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
+            raise  # not the disk
+        shutil.rmtree(aside, ignore_errors=True)
+        raise WriteError(f"checkpoint {folder} could not be written: {str(error).splitlines()[0]}") from error
+    return folder
+
+
+def _write(folder: Path, aside: Path, num_steps: int, lm, tokenizer, trainer_state: dict) -> None:
     aside.mkdir(parents=True)
     lm.save_pretrained(aside)
     tokenizer.save_pretrained(aside)
@@ -48,10 +70,40 @@ def save(run_dir: str | Path, num_steps: int, lm, tokenizer, trainer_state: dict
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(aside, folder)
     _flush(folder.parent)
-    if keep:
-        for old in sorted(folder.parent.glob("step_??????"))[:-keep]:
-            shutil.rmtree(old)
-    return folder
+
+
+def prune(run_dir: str | Path, keep: int, best: int | None) -> None:
+    """Removes all checkpoints but the `keep` newest (0: none) and the one after `best` steps; half-written ones always."""
+    folder = Path(run_dir) / "checkpoints"
+    for partial in folder.glob("step_??????.partial"):
+        shutil.rmtree(partial)
+    whole = [path for path in sorted(folder.glob("step_??????")) if best is None or path != folder_of(run_dir, best)]
+    for old in whole[:-keep] if keep else []:
+        (old / "manifest.json").unlink(missing_ok=True)  # first, so that a kill leaves nothing that could be taken for whole
+        shutil.rmtree(old)
+
+
+def better(best: tuple[float, int] | None, row: dict, num_steps: int) -> tuple[float, int] | None:
+    """(held-out EM, steps) of the best checkpoint so far, given the row of an evaluation after `num_steps` steps.
+
+    The rule: the plain mean of `eval/*/em` over the benchmarks of eval.during_training; 0 is never best, the earlier wins a tie.
+    """
+    scores = [value for name, value in row.items() if name.startswith("eval/") and name.endswith("/em")]
+    mean = sum(scores) / len(scores) if scores else 0.0
+    return (mean, num_steps) if mean > (best[0] if best else 0.0) else best
+
+
+def write_best(run_dir: str | Path, best: tuple[float, int]) -> None:
+    """checkpoints/best.json names the best checkpoint, for whoever evaluates it."""
+    em, num_steps = best
+    told = {"checkpoint": folder_of(run_dir, num_steps).name, "em": em, "rule": "highest mean of eval/*/em over eval.during_training, the earlier at a tie"}
+    metrics.replace_file(Path(run_dir) / "checkpoints" / "best.json", json.dumps(told, indent=1) + "\n")
+
+
+def last_good(run_dir: str | Path) -> str:
+    """What a run that ended badly says of its checkpoints."""
+    folder = latest(run_dir)
+    return f"The last good checkpoint is {folder}" if folder else "There is no checkpoint yet"
 
 
 def latest(run_dir: str | Path) -> Path | None:
@@ -79,7 +131,11 @@ def check(folder: Path) -> None:
 
 def load_trainer_state(folder: Path, parameters: dict[str, torch.Tensor]) -> dict:
     """The trainer's state of a checkpoint (`check` it first); raises ValueError where it belongs to a model of other shapes."""
-    state = torch.load(folder / "trainer_state.pt", map_location="cpu", weights_only=True)
+    try:
+        state = torch.load(folder / "trainer_state.pt", map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"checkpoint {folder}: trainer_state.pt holds more than tensors, numbers and strings and is not opened, because it could run code; train.py never writes such a file ({reason})") from None
     shapes = {name: list(tensor.shape) for name, tensor in parameters.items()}
     if state["shapes"] != shapes:
         different = sorted(name for name in state["shapes"].keys() | shapes.keys() if state["shapes"].get(name) != shapes.get(name))
@@ -108,6 +164,9 @@ def _flush(path: Path) -> None:
 def check_run_dir(run_dir: Path, cfg: config.Config, resume: bool) -> None:
     """Raises ValueError where a new run would overwrite an old one, or a resumed one has other options."""
     log = run_dir / "config.yaml"
+    present = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    if not present.is_dir() or not os.access(present, os.W_OK):
+        raise ValueError(f"run.dir = {run_dir}: {present} is {'read-only, or not yours to write to' if present.is_dir() else 'a file, not a folder'}; choose another run.dir")
     if not resume:
         if log.exists():
             raise ValueError(f"run.dir = {run_dir} already holds a run: continue it with --resume, or choose another run.dir, or delete the folder")
@@ -124,7 +183,8 @@ def check_run_dir(run_dir: Path, cfg: config.Config, resume: bool) -> None:
 def begin_run(run_dir: Path, cfg: config.Config, first_step: int) -> None:
     """Writes what is run, and drops rows of steps that will be repeated."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    config.save(cfg, run_dir / "config.yaml")
+    config.save(cfg, run_dir / "config.partial")
+    os.replace(run_dir / "config.partial", run_dir / "config.yaml")
     git = shutil.which("git")
     commit = subprocess.run([git, "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() if git else ""
     about = {"commit": commit, "torch": torch.__version__, "transformers": transformers.__version__, "python": sys.version.split()[0]}

@@ -24,7 +24,8 @@ class Run:
     seed: int = 0
     steps: int = 1005  # rollout steps; each makes `optim.updates_per_rollout` optimizer steps
     save_every: int = 50  # steps between checkpoints
-    keep_checkpoints: int = 3  # newest ones kept; 0 keeps all
+    keep_checkpoints: int = 3  # newest ones kept, and the best on held-out questions; 0 keeps all
+    watchdog_s: float = 1800.0  # seconds without a sign of life (a phase begun, an episode finished) after which a process ends itself; 0 never
     trackers: tuple[str, ...] = ()  # "tensorboard", "wandb", … through accelerate
     deterministic: bool = False  # refuse non-deterministic kernels (slower on a GPU)
 
@@ -325,7 +326,7 @@ def validate(cfg: Config) -> None:
             if not value > 0:
                 raise ValueError(f"{section}.{name} = {value}: must be greater than 0")
     for section, names in {
-        "run": ("seed", "keep_checkpoints"),
+        "run": ("seed", "keep_checkpoints", "watchdog_s"),
         "rollout": ("temperature",),
         "loss": ("clip_low", "clip_high", "kl_weight", "entropy_weight", "lld_weight", "lld_answer_weight", "lld_lag_steps"),
         "optim": ("warmup_steps", "weight_decay"),

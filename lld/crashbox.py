@@ -45,7 +45,7 @@ class Recent:
         (aside / "episodes").mkdir(parents=True)
         past = copy.deepcopy(lm).cpu()
         past.load_state_dict(weights)
-        checkpoint.save(aside, step, past, tokenizer, trainer_state, keep=0)
+        checkpoint.save(aside, step, past, tokenizer, trainer_state)
         for number, episodes in self.episodes.items():
             (aside / "episodes" / f"step_{number:06d}.jsonl").write_text("".join(trajectories.to_json(episode) + "\n" for episode in episodes))
         config.save(cfg, aside / "config.yaml")

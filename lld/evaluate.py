@@ -17,7 +17,7 @@ from lld.engine import Engine
 from lld.episode import Episode
 from lld.reward import cover_exact_match, exact_match, normalize_answer, token_f1
 from lld.rollout import Search, rollout
-from lld.tools import RetrieverError
+from lld.tools import Unplayed
 
 AVERAGES = {  # the columns of the paper's tables
     "GenAvg": ("nq", "triviaqa", "popqa"),
@@ -62,7 +62,7 @@ def evaluate_questions(
 
     The engine brings the sampling settings; turns come from `eval`, token budgets from `rollout`. With an accelerator
     process r of R plays questions r, r + R, …, every process must call, and every process gets all records. Raises
-    RetrieverError, on all processes if on one: a process that left alone would keep the others waiting for its records.
+    RetrieverError or whatever else ended the rollout (tools.Unplayed), on all processes if on one: a process that left alone would keep the others waiting for its records.
     """
     rank, num_processes = (accelerator.process_index, accelerator.num_processes) if accelerator is not None else (0, 1)
     own, errors = [], []
@@ -83,14 +83,14 @@ def evaluate_questions(
             progress=progress,
         )
         own = [(rank + i * num_processes, episode_record(tokenizer, episode)) for i, episode in enumerate(episodes)]
-    except RetrieverError as error:
+    except Unplayed as error:
         if num_processes == 1:
             raise
-        errors = [str(error)]
+        errors = [error]
     if num_processes > 1:
         own, errors = gather_object(own), gather_object(errors)
     if errors:
-        raise RetrieverError(errors[0])
+        raise errors[0]
     return [record for _, record in sorted(own, key=lambda item: item[0])]
 
 

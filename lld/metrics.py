@@ -163,15 +163,26 @@ def append_rows(path: Path, rows: list[dict]) -> None:
         os.fsync(file.fileno())
 
 
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file aside and renames it: whoever reads it, also after a kill, finds the old text or the new, whole."""
+    aside = path.with_suffix(".partial")
+    aside.write_text(text)
+    os.replace(aside, path)
+
+
+def replace_last_row(path: Path, row: dict) -> None:
+    """Puts `row` in the place of the log's last one."""
+    lines = path.read_text().split("\n")[:-1]
+    replace_file(path, "".join(line + "\n" for line in [*lines[:-1], json.dumps(row)]))
+
+
 def truncate_rows(path: Path, num_steps: int) -> None:
     """Drops rows of steps that a resumed run is about to repeat, and a last line cut short by a kill."""
     if not path.exists():
         return
     lines = path.read_text().split("\n")
     kept = [line for line in lines[:-1] if json.loads(line)["step"] < num_steps]
-    aside = path.with_suffix(".partial")
-    aside.write_text("".join(line + "\n" for line in kept))
-    os.replace(aside, path)
+    replace_file(path, "".join(line + "\n" for line in kept))
 
 
 class Timed:

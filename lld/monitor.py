@@ -6,6 +6,7 @@ Def. 4.1: negative where a token became less likely.
 """
 
 import dataclasses
+import os
 from pathlib import Path
 
 import torch
@@ -174,12 +175,17 @@ def describe_sentinel(accelerator, policy, sentinel: Batch, cfg) -> dict[str, fl
     return {"sentinel/likelihood": float(now_N.mean()), "sentinel/displacement": float((now_N - sentinel.sampled_logprobs_BT[written_BT]).mean())}
 
 
-def save_sentinel(path: Path, sentinel: Batch) -> None:
-    torch.save({name: getattr(sentinel, name) for name in BATCH_FIELDS}, path)
+def save_sentinel(path: Path, sentinel: Batch, step: int) -> None:
+    """Writes the sentinel chosen at `step`, aside first."""
+    aside = path.with_suffix(".partial")
+    torch.save({name: getattr(sentinel, name) for name in BATCH_FIELDS} | {"step": step}, aside)
+    os.replace(aside, path)
 
 
-def load_sentinel(path: Path) -> Batch | None:
-    return Batch(**torch.load(path, weights_only=True)) if path.exists() else None
+def load_sentinel(path: Path, first_step: int) -> Batch | None:
+    """The sentinel chosen before `first_step`; one chosen later belongs to steps that a resumed run is about to repeat."""
+    saved = torch.load(path, weights_only=True) if path.exists() else {"step": first_step}
+    return Batch(**saved) if saved.pop("step", -1) < first_step else None
 
 
 def describe(batch: Batch, scores: Scores, episodes: list[Episode], cfg) -> dict[str, float]:

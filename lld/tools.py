@@ -21,7 +21,11 @@ MAX_REPLY_BYTES = 1 << 30
 REMEDY = "start one with `python retriever_server.py --index INDEX --corpus CORPUS`, or mend retriever.url"
 
 
-class RetrieverError(RuntimeError):
+class Unplayed(RuntimeError):
+    """A rollout or an evaluation that could not be played to its end; nothing was trained on it."""
+
+
+class RetrieverError(Unplayed):
     """The retriever did not answer as it must; the message names its url, the attempts, the last reason and the remedy."""
 
 

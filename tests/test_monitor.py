@@ -186,8 +186,9 @@ def test_the_sentinel_is_scored_under_the_policy_of_the_moment(tmp_path, recorde
     sentinel = monitor.choose_sentinel(batch, episodes, 2)
     right = [row for row, episode in enumerate(episodes) if episode.answer == "a"][:2]
     assert sentinel.names == tuple(batch.names[row] for row in right)
-    monitor.save_sentinel(tmp_path / "sentinel.pt", sentinel)
-    again = monitor.load_sentinel(tmp_path / "sentinel.pt")
+    monitor.save_sentinel(tmp_path / "sentinel.pt", sentinel, 4)
+    again = monitor.load_sentinel(tmp_path / "sentinel.pt", 5)
+    assert monitor.load_sentinel(tmp_path / "sentinel.pt", 4) is None  # a run resumed from step 4 is about to choose it
     policy = Policy(make_lm(tokenizer, scale=1.0).eval())
     found = monitor.describe_sentinel(Accelerator(cpu=True), policy, again, config.from_dict(OPTIONS))
     sums = []

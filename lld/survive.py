@@ -1,0 +1,169 @@
+"""What keeps a long run from being lost: signals, the watchdog, the heartbeat, and the agreement of all processes to stop.
+
+The watchdog is a thread: where no sign of life (a phase begun, an episode finished) came for `run.watchdog_s`, it names rank and
+phase, writes every thread's stack to the run's folder, saves what it safely can and ends the process.
+"""
+
+import faulthandler
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from lld.metrics import replace_file
+from lld.tools import Unplayed
+
+# Exit codes of train.py; 0: done, 1: a bug, with its traceback.
+USER, RETRIEVER, PHASE, SIGNAL, NOT_FINITE, DISK, HUNG, PEER = 2, 3, 4, 5, 6, 7, 8, 9
+WAITING = "waiting for the other processes"
+PATIENCE = 2  # who waits for others waits this many times as long, so that the hung process itself is the one that speaks first
+LINE_S = 60.0  # seconds between two heartbeat lines on the console
+RECENT_STEPS = 20  # whose mean time gives the ETA
+
+
+class Interrupted(Unplayed):
+    """A signal asked the run to stop, so its rollout or evaluation was abandoned."""
+
+
+class Guard:
+    """Watches one process of a run from `watch` to `close`."""
+
+    def __init__(self):
+        self.signal = 0  # the first one received
+        self.rescue: Callable[[], Path | None] | None = None  # saves a checkpoint; set only while the weights stand still
+        self.run_dir, self.rank, self.num_processes, self.watchdog_s = None, 0, 1, 0.0
+        self.now, self.alive, self.last_line, self.step_times = ("start", 0), time.monotonic(), 0.0, []
+        self.handlers, self.over = {}, threading.Event()
+
+    def close(self) -> None:
+        self.over.set()
+        if self.watchdog_s:
+            faulthandler.cancel_dump_traceback_later()
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+
+    def watch(self, run_dir: Path, accelerator, watchdog_s: float) -> None:
+        """From here on signals ask for an orderly end, and silence of more than `watchdog_s` seconds (0: any) ends the process."""
+        self.run_dir, self.rank, self.num_processes, self.watchdog_s = Path(run_dir), accelerator.process_index, accelerator.num_processes, watchdog_s
+        if threading.current_thread() is threading.main_thread():
+            self.handlers = {number: signal.signal(number, self._received) for number in (signal.SIGTERM, signal.SIGINT)}
+        self.alive = time.monotonic()
+        if watchdog_s:
+            threading.Thread(target=self._look, daemon=True).start()
+
+    def _received(self, number: int, _) -> None:
+        self.signal = number
+        for other in self.handlers:
+            signal.signal(other, signal.SIG_DFL)
+        what = "the update is being finished" if self.now[0] == "update" else "what is being played is dropped and will be repeated"
+        print(f"\ntrain.py: {signal.Signals(number).name} received in phase {self.now[0]!r} of step {self.now[1]}: {what}, then a checkpoint is saved. A second signal ends the process at once.", file=sys.stderr, flush=True)
+
+    def phase(self, name: str, step: int | None = None) -> None:
+        """A phase begins; a sign of life."""
+        self.now, self.alive = (name, self.now[1] if step is None else step), time.monotonic()
+        self._write({})
+
+    def ticks(self, bar: tqdm) -> Callable[[int], None]:
+        """`bar.update` that is a sign of life as well, and raises Interrupted once a signal has come."""
+
+        def tick(count: int) -> None:
+            bar.update(count)
+            self.alive = time.monotonic()
+            if self.signal:
+                raise Interrupted(f"{signal.Signals(self.signal).name} received")
+            if bar.n >= bar.total and self.num_processes > 1:
+                self.phase(WAITING)
+
+        return tick
+
+    def agreed(self, accelerator) -> str | None:
+        """The signal that any process has received, or None; every process must call."""
+        number = largest(accelerator, self.signal)
+        return signal.Signals(number).name if number else None
+
+    def beat(self, step: int, num_steps: int, step_s: float, num_tokens: int) -> None:
+        """The heartbeat after `step`: always in the run's folder, on the console at most every `LINE_S` seconds."""
+        self.step_times = [*self.step_times, step_s][-RECENT_STEPS:]
+        eta_s = sum(self.step_times) / len(self.step_times) * (num_steps - step - 1)
+        values = {"step_s": step_s, "tokens_per_s": num_tokens / step_s, "memory_gb": memory_gb(), "eta_s": eta_s}
+        self._write(values)
+        if time.monotonic() - self.last_line > LINE_S:
+            self.last_line = time.monotonic()
+            hours, minutes = divmod(int(eta_s / 60), 60)
+            tqdm.write(f"step {step + 1}/{num_steps}: {step_s:.1f} s a step, {num_tokens / step_s:.0f} tokens/s, {values['memory_gb']:.1f} GB, {hours} h {minutes:02d} min to go")
+
+    def _write(self, values: dict) -> None:
+        if self.run_dir is None:
+            return
+        row = {"rank": self.rank, "pid": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S"), "phase": self.now[0], "step": self.now[1]} | values
+        try:
+            replace_file(heartbeat_path(self.run_dir, self.rank), json.dumps(row) + "\n")
+        except OSError:  # a full disk is told by what must be written; a heartbeat is not
+            pass
+
+    def _look(self) -> None:
+        while not self.over.wait(min(1.0, self.watchdog_s / 4)):
+            allowed_s = self.watchdog_s * (PATIENCE if self.now[0] == WAITING else 1)
+            if time.monotonic() - self.alive > allowed_s:
+                self._end(allowed_s)
+            # In C, for the case that a hung call never lets this thread run again.
+            faulthandler.dump_traceback_later(PATIENCE * self.watchdog_s + 1, exit=True, file=2)
+
+    def _end(self, allowed_s: float) -> None:
+        phase, step = self.now
+        path = self.run_dir / f"watchdog-rank{self.rank}.txt"
+        faulthandler.dump_traceback_later(max(60.0, allowed_s), exit=True, file=2)  # saving may hang as well
+        others = self._others() if phase == WAITING else ""
+        text = f"train.py: rank {self.rank} has shown no sign of life for {allowed_s:g} s (run.watchdog_s) in phase {phase!r} of step {step}{others}."
+        try:
+            with open(path, "w") as file:
+                file.write(text + "\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+            text += f" The stacks are in {path}."
+        except OSError as error:
+            text += f" The stacks could not be written: {error}."
+        print(f"\n{text} {self.save_what_stands()}", file=sys.stderr, flush=True)
+        os._exit(HUNG)
+
+    def save_what_stands(self) -> str:
+        """Saves a checkpoint if the weights stand still, and says how the run goes on."""
+        try:
+            folder = self.rescue() if self.rescue is not None else None
+        except Exception as error:
+            return f"No checkpoint could be saved ({error}); --resume continues from the last one."
+        return f"Saved {folder}; continue with --resume." if folder else "Continue from the last checkpoint with --resume."
+
+    def _others(self) -> str:
+        rows = [json.loads(path.read_text()) for path in sorted(self.run_dir.glob("heartbeat-rank*.json"))]
+        busy = [f"rank {row['rank']} is in phase {row['phase']!r} of step {row['step']} since {row['time']}" for row in rows if row["phase"] != WAITING]
+        return f"; {', '.join(busy)}" if busy else ""
+
+
+def heartbeat_path(run_dir: Path, rank: int) -> Path:
+    return run_dir / (f"heartbeat-rank{rank}.json" if rank else "heartbeat.json")
+
+
+def largest(accelerator, number: int) -> int:
+    """The largest of all processes' numbers: one tiny all-gather; every process must call."""
+    return int(accelerator.gather(torch.tensor([number], device=accelerator.device)).max())
+
+
+def memory_gb() -> float:
+    """Peak memory of this process: on its GPU, or resident where there is none."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+
+
+def lost_peer(error: RuntimeError) -> bool:
+    """Whether a collective failed because another process is gone or silent, in gloo's or NCCL's words."""
+    return isinstance(error, torch.distributed.DistError) or any(word in str(error) for word in ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Timed out waiting"))
