@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
         if not survive.lost_peer(error):
             raise
         phase, step = guard.now
-        print(f"train.py: rank {guard.rank}: another process of this run ended or fell silent (phase {phase!r} of step {step}; {str(error).splitlines()[0]}); see its own message. {guard.save_what_stands()}", file=sys.stderr, flush=True)
+        print(f"train.py: rank {guard.rank}: another process of this run ended or fell silent (phase {phase!r} of step {step}; {survive.short(error)}); see its own message. {guard.save_what_stands()}", file=sys.stderr, flush=True)
         os._exit(survive.PEER)  # an orderly exit would wait for the one that is gone
     finally:
         guard.close()
@@ -337,7 +337,7 @@ def evaluate(parts: Parts, cfg: config.Config, num_steps: int) -> dict[str, floa
     """Metrics on the held-out questions after `num_steps` steps; the trajectories go to eval/<benchmark>/ of the run's folder."""
     row, accelerator = {}, parts.accelerator
     for name, questions in parts.held_out.items():
-        parts.guard.phase("evaluation", num_steps)
+        parts.guard.phase("evaluation")
         num_mine = len(questions[accelerator.process_index :: accelerator.num_processes])
         with accelerator.autocast(), progress_bar(parts, num_mine, f"evaluating {name}") as progress:
             engine = new_engine(parts, cfg, cfg.eval)

@@ -50,10 +50,11 @@ def save(run_dir: str | Path, num_steps: int, lm, tokenizer, trainer_state: dict
     try:
         _write(folder, aside, num_steps, lm, tokenizer, trainer_state)
     except (OSError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
-            raise  # not the disk
+        if isinstance(error, RuntimeError) and "inline_container" not in str(error):
+            raise  # not torch.save's word for a write that failed
+        free_gb = shutil.disk_usage(run_dir).free / 1e9
         shutil.rmtree(aside, ignore_errors=True)
-        raise WriteError(f"checkpoint {folder} could not be written: {str(error).splitlines()[0]}") from error
+        raise WriteError(f"checkpoint {folder} could not be written with {free_gb:.1f} GB free on its disk: {str(error).splitlines()[0]}") from error
     return folder
 
 

@@ -39,6 +39,7 @@ class Guard:
     def __init__(self):
         self.signal = 0  # the first one received
         self.rescue: Callable[[], Path | None] | None = None  # saves a checkpoint; set only while the weights stand still
+        self.last_beat: dict[str, float] = {}
         self.run_dir, self.rank, self.num_processes, self.watchdog_s = None, 0, 1, 0.0
         self.now, self.alive, self.last_line, self.step_times = ("start", 0), time.monotonic(), 0.0, []
         self.handlers, self.over = {}, threading.Event()
@@ -69,7 +70,7 @@ class Guard:
     def phase(self, name: str, step: int | None = None) -> None:
         """A phase begins; a sign of life."""
         self.now, self.alive = (name, self.now[1] if step is None else step), time.monotonic()
-        self._write({})
+        self._write()
 
     def ticks(self, bar: tqdm) -> Callable[[int], None]:
         """`bar.update` that is a sign of life as well, and raises Interrupted once a signal has come."""
@@ -93,17 +94,17 @@ class Guard:
         """The heartbeat after `step`: always in the run's folder, on the console at most every `LINE_S` seconds."""
         self.step_times = [*self.step_times, step_s][-RECENT_STEPS:]
         eta_s = sum(self.step_times) / len(self.step_times) * (num_steps - step - 1)
-        values = {"step_s": step_s, "tokens_per_s": num_tokens / step_s, "memory_gb": memory_gb(), "eta_s": eta_s}
-        self._write(values)
+        self.last_beat = {"step_s": step_s, "tokens_per_s": num_tokens / step_s, "memory_gb": memory_gb(), "eta_s": eta_s}
+        self._write()
         if time.monotonic() - self.last_line > LINE_S:
             self.last_line = time.monotonic()
             hours, minutes = divmod(int(eta_s / 60), 60)
-            tqdm.write(f"step {step + 1}/{num_steps}: {step_s:.1f} s a step, {num_tokens / step_s:.0f} tokens/s, {values['memory_gb']:.1f} GB, {hours} h {minutes:02d} min to go")
+            tqdm.write(f"step {step + 1}/{num_steps}: {step_s:.1f} s a step, {num_tokens / step_s:.0f} tokens/s, {self.last_beat['memory_gb']:.1f} GB, {hours} h {minutes:02d} min to go")
 
-    def _write(self, values: dict) -> None:
+    def _write(self) -> None:
         if self.run_dir is None:
             return
-        row = {"rank": self.rank, "pid": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S"), "phase": self.now[0], "step": self.now[1]} | values
+        row = {"rank": self.rank, "pid": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S"), "phase": self.now[0], "step": self.now[1]} | self.last_beat
         try:
             replace_file(heartbeat_path(self.run_dir, self.rank), json.dumps(row) + "\n")
         except OSError:  # a full disk is told by what must be written; a heartbeat is not
@@ -155,6 +156,12 @@ def heartbeat_path(run_dir: Path, rank: int) -> Path:
 def largest(accelerator, number: int) -> int:
     """The largest of all processes' numbers: one tiny all-gather; every process must call."""
     return int(accelerator.gather(torch.tensor([number], device=accelerator.device)).max())
+
+
+def short(error: BaseException) -> str:
+    """The first sentence of an error of torch, without the source line it was raised at."""
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    return first.split("] ", 1)[-1].split(". ")[0]
 
 
 def memory_gb() -> float:

@@ -80,3 +80,14 @@ def search():
     from lld.protocol import Passage
 
     return lambda queries: [[Passage(str(r), f'"Title {r}"\nThe text about {query[:20]} number {r}.', 1.0 / (r + 1)) for r in range(3)] for query in queries]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A folder with a finished run "whole" of tests/test_train.py; the world in it serves all other runs."""
+    from test_train import run, write_config
+
+    folder = tmp_path_factory.mktemp("train")
+    done = run(write_config(folder, "whole"), 'run.trackers=["tensorboard"]')
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder

@@ -1,0 +1,317 @@
+"""Long runs: signals, the watchdog, full disks, numbers that are not finite, hostile checkpoints. Each fault ends or continues as the README's table says."""
+
+import builtins
+import json
+import os
+import resource
+import shutil
+import signal
+import threading
+import time
+from http.server import HTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+from test_train import Failing, refused, rows, write_config
+
+import train
+from lld import checkpoint, config, survive
+
+STEPS = 4
+
+
+def small(folder: Path, name: str, **changes) -> Path:
+    """A run of 4 steps with an evaluation and a checkpoint after every second one."""
+    tree = {"run": {"steps": STEPS, "save_every": 2}, "eval": {"every": 2, "max_questions": 6}, "rollout": {"num_questions": 4, "max_new_tokens": 24}}
+    tree = {section: tree.get(section, {}) | changes.get(section, {}) for section in tree.keys() | changes.keys()}
+    return write_config(folder, name, **(tree | {"run": tree["run"] | {"dir": str(folder / name)}}))
+
+
+@pytest.fixture(autouse=True)
+def without_figures(monkeypatch):
+    monkeypatch.setattr(train, "plot_run", lambda *_: None)
+    monkeypatch.setattr(train, "write_page", lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "plot_run", lambda *_: None)
+        patch.setattr(train, "write_page", lambda *_: None)
+        assert train.main(["--config", str(small(folder, "undisturbed_small"))]) == 0
+    return folder / "undisturbed_small"
+
+
+def same(run_dir: Path, undisturbed: Path) -> bool:
+    """Whether the logs and the last checkpoint's weights and optimizer are equal, bit for bit."""
+    last = f"checkpoints/step_{STEPS:06d}"
+    return all((run_dir / name).read_bytes() == (undisturbed / name).read_bytes() for name in ("metrics.jsonl", "updates.jsonl", f"{last}/model.safetensors", f"{last}/trainer_state.pt"))
+
+
+def on_visit(patch, where: str, visit: int, do) -> None:
+    """Calls `do()` at the beginning of that visit of train.py's `where`."""
+    original, visits = getattr(train, where), []
+
+    def wrapped(*args, **kwargs):
+        visits.append(where)
+        if len(visits) == visit:
+            do()
+        return original(*args, **kwargs)
+
+    patch.setattr(train, where, wrapped)
+
+
+@pytest.mark.parametrize("where, visit, number, saved, logged", [
+    ("play", 2, signal.SIGTERM, 1, 1),  # the second rollout is dropped
+    ("learn", 2, signal.SIGINT, 2, 2),  # the second update is finished; the evaluation after it is made up on resuming
+    ("evaluate", 1, signal.SIGTERM, 0, 0),  # the evaluation at the start
+    ("save", 1, signal.SIGTERM, 2, 2),  # the checkpoint is finished; the next rollout is not begun
+])  # fmt: skip
+def test_a_signal_ends_the_run_with_a_checkpoint_and_nothing_is_lost(folder, undisturbed, capsys, monkeypatch, where, visit, number, saved, logged):
+    name = f"{where}_{number.name}"
+    config = small(folder, name)
+    with monkeypatch.context() as patch:
+        on_visit(patch, where, visit, lambda: os.kill(os.getpid(), number))
+        message = refused(capsys, config, code=5)
+    assert f"{number.name} received" in message and f"stopped by {number.name}, as asked. Saved" in message and "continue with --resume" in message
+    assert checkpoint.latest(folder / name) == checkpoint.folder_of(folder / name, saved)
+    assert len(rows(folder / name)) == logged if logged else not (folder / name / "metrics.jsonl").exists()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    assert train.main(["--config", str(config), "--resume"]) == 0
+    assert same(folder / name, undisturbed)
+
+
+class Alone:
+    """As much of an accelerator as the guard asks for."""
+
+    process_index, num_processes = 0, 1
+
+
+def test_a_second_signal_is_not_caught(tmp_path):
+    guard = survive.Guard()
+    guard.watch(tmp_path, Alone, 0.0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert guard.signal == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    guard.close()
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
+def test_the_watchdog_names_rank_phase_and_stacks_and_saves_what_stands(tmp_path, capsys, monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(survive.os, "_exit", lambda code: (codes.append(code), ended.set(), time.sleep(60)))
+    codes, guard = [], survive.Guard()
+    guard.watch(tmp_path, Alone, 0.4)
+    guard.rescue = lambda: tmp_path / "checkpoints" / "step_000003"
+    for _ in range(4):  # signs of life
+        guard.phase("rollout", 3)
+        time.sleep(0.2)
+    assert not ended.is_set()
+    assert ended.wait(10) and codes == [survive.HUNG]
+    guard.close()
+    message = capsys.readouterr().err
+    assert "rank 0 has shown no sign of life for 0.4 s (run.watchdog_s) in phase 'rollout' of step 3" in message and "Saved" in message and "step_000003; continue with --resume" in message
+    assert "test_the_watchdog_names_rank" in (tmp_path / "watchdog-rank0.txt").read_text()  # the stack of the thread that slept
+    assert json.loads((tmp_path / "heartbeat.json").read_text())["phase"] == "rollout"
+
+
+def test_the_heartbeat_says_how_fast_and_how_long(undisturbed, tmp_path, capsys):
+    guard = survive.Guard()
+    guard.run_dir = tmp_path
+    guard.beat(9, 100, 2.0, 5000)
+    guard.beat(10, 100, 4.0, 5000)
+    told = json.loads((tmp_path / "heartbeat.json").read_text())
+    assert (told["step_s"], told["tokens_per_s"], told["eta_s"]) == (4.0, 1250.0, 3.0 * 89) and told["memory_gb"] > 0
+    assert capsys.readouterr().out.count("tokens/s") == 1  # at most a line a minute
+    last = json.loads((undisturbed / "heartbeat.json").read_text())
+    assert last["step"] == STEPS - 1 and last["eta_s"] == 0.0
+    assert "heartbeat" not in (undisturbed / "metrics.jsonl").read_text()
+
+
+def limit_files(num_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@pytest.mark.parametrize("num_bytes", [100_000, 500_000], ids=["weights", "optimizer"])
+def test_a_disk_that_is_full_while_a_checkpoint_is_written_loses_no_older_one(folder, undisturbed, capsys, monkeypatch, num_bytes):
+    name = f"full_{num_bytes}"
+    config = small(folder, name)
+    try:
+        with monkeypatch.context() as patch:
+            on_visit(patch, "write_checkpoint", 2, lambda: limit_files(num_bytes))
+            message = refused(capsys, config, code=7)
+    finally:
+        limit_files(resource.RLIM_INFINITY)
+    good = checkpoint.folder_of(folder / name, 2)
+    assert "step_000004 could not be written" in message and f"The last good checkpoint is {good}, and it is untouched: make room" in message
+    checkpoint.check(good)
+    assert sorted(path.name for path in good.parent.iterdir()) == ["step_000002"]
+    assert train.main(["--config", str(config), "--resume"]) == 0 and same(folder / name, undisturbed)
+
+
+def test_a_disk_that_is_full_while_the_log_is_written_ends_the_run(folder, undisturbed, capsys, monkeypatch):
+    """/dev/full gives the real error: no space left on device."""
+    config, log = small(folder, "full_log"), folder / "full_log" / "updates.jsonl"
+
+    def fill():
+        log.rename(log.with_suffix(".kept"))
+        log.symlink_to("/dev/full")
+
+    with monkeypatch.context() as patch:
+        on_visit(patch, "learn", 4, fill)
+        message = refused(capsys, config, code=7)
+    assert "No space left on device" in message and "step_000002, and it is untouched" in message
+    log.unlink()
+    log.with_suffix(".kept").rename(log)
+    assert train.main(["--config", str(config), "--resume"]) == 0 and same(folder / "full_log", undisturbed)
+
+
+def test_a_folder_that_cannot_be_written_is_named(folder, capsys, monkeypatch):
+    """Before any work where it is so from the start; with the last good checkpoint where it becomes so."""
+    (folder / "plain").write_text("")
+    assert "plain is a file, not a folder" in refused(capsys, small(folder, "a"), f"run.dir={folder}/plain/run")
+    with monkeypatch.context() as patch:  # os.access, because root may write everywhere but on a file system mounted read-only
+        patch.setattr(checkpoint.os, "access", lambda path, mode: False)
+        assert "is read-only, or not yours to write to" in refused(capsys, small(folder, "b"))
+    assert not (folder / "b").exists()
+
+    def read_only(path, mode="r", *args, **kwargs):
+        if "a" in mode and str(path).endswith(".jsonl"):
+            raise OSError(30, "Read-only file system", str(path))
+        return opened(path, mode, *args, **kwargs)
+
+    opened = builtins.open
+    with monkeypatch.context() as patch:
+        on_visit(patch, "learn", 3, lambda: patch.setattr(builtins, "open", read_only))
+        message = refused(capsys, small(folder, "c"), code=7)
+    assert "Read-only file system" in message and "step_000002, and it is untouched" in message
+
+
+def test_a_gradient_that_is_not_finite_skips_its_update_and_the_run_goes_on(folder, capsys, monkeypatch):
+    calls, original = [], train.update_policy.__globals__["loss_of"]
+
+    def poisoned(*args, **kwargs):
+        row_losses_B, terms = original(*args, **kwargs)
+        calls.append(1)
+        return (row_losses_B * float("nan") if len(calls) == 1 else row_losses_B), terms
+
+    monkeypatch.setitem(train.update_policy.__globals__, "loss_of", poisoned)
+    assert train.main(["--config", str(small(folder, "poisoned", eval={"every": 0}))]) == 0
+    assert [row["skipped_updates"] for row in rows(folder / "poisoned")] == [1, 0, 0, 0]
+    assert "step skipped. Episodes with a non-finite loss: " in capsys.readouterr().out
+    state = torch.load(checkpoint.latest(folder / "poisoned") / "trainer_state.pt", weights_only=True)
+    assert all(moment.isfinite().all() for moments in state["optimizer"]["state"].values() for moment in moments.values())
+
+
+def test_a_run_whose_every_gradient_is_not_finite_ends_before_it_wastes_days(folder, capsys, monkeypatch):
+    original = train.update_policy.__globals__["loss_of"]
+    monkeypatch.setitem(train.update_policy.__globals__, "loss_of", lambda *args, **kwargs: (original(*args, **kwargs)[0] * float("nan"), original(*args, **kwargs)[1]))
+    message = refused(capsys, small(folder, "hopeless", eval={"every": 0}), code=6)
+    assert "step 2: no update could be made in 3 steps: every gradient was not finite" in message and "step_000002" in message
+    assert checkpoint.latest(folder / "hopeless") == checkpoint.folder_of(folder / "hopeless", 2)
+
+
+def test_weights_that_are_not_finite_are_never_saved(folder, capsys, monkeypatch):
+    step_of, learned = [], train.learn
+
+    def break_weights(parts, *args):
+        row = learned(parts, *args)
+        step_of.append(row[0]["step"])
+        if len(step_of) == 4:
+            next(parts.lm.parameters()).data[0, 0] = float("nan")
+        return row
+
+    monkeypatch.setattr(train, "learn", break_weights)
+    message = refused(capsys, small(folder, "broken", eval={"every": 0}), code=6)
+    good = checkpoint.folder_of(folder / "broken", 2)
+    assert "step 3: weights are not finite after the update (model.embed_tokens.weight). No checkpoint was written." in message and f"The last good checkpoint is {good}" in message
+    assert checkpoint.latest(folder / "broken") == good
+    checkpoint.check(good)
+
+
+@pytest.mark.parametrize("how, reason", [("gone", "ConnectError"), ("slow", "no reply within 0.3 s"), ("html", "JSON"), ("short", "results for"), ("empty", "no passage for query")])
+def test_a_retriever_that_goes_slows_or_lies_ends_the_run_with_a_checkpoint(folder, capsys, how, reason):
+    class Faulty(Failing):
+        def do_POST(self):
+            if type(self).good > 0 or how == "short":
+                return super().do_POST()
+            queries = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["queries"]
+            if how == "gone":
+                self.server.socket.close()
+                return self.connection.close()
+            if how == "slow":
+                time.sleep(0.5)
+            body = {"html": b"<html>Please log in</html>", "empty": json.dumps({"result": [[]] * len(queries)}).encode()}.get(how, b"")
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            try:
+                self.wfile.write(body)
+            except OSError:
+                pass  # the client has hung up
+
+    Faulty.good, Faulty.how = 3, "short"
+    server = HTTPServer(("127.0.0.1", 0), Faulty)
+    server.handle_error = lambda *_: None
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    name = f"retriever_{how}"
+    retriever = {"url": f"http://127.0.0.1:{server.server_port}", "retries": 1, "timeout_s": 0.3 if how == "slow" else 5}
+    message = refused(capsys, small(folder, name, retriever=retriever, eval={"every": 0}, rollout={"num_questions": 4}), code=3)
+    server.shutdown()
+    assert reason in message and "Nothing was trained on the failed search. Saved" in message
+    logged = len(rows(folder / name)) if (folder / name / "metrics.jsonl").exists() else 0
+    assert checkpoint.latest(folder / name) == checkpoint.folder_of(folder / name, logged)
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_a_checkpoint_that_would_run_code_is_refused_even_with_a_manifest_that_fits(folder, undisturbed, capsys):
+    shutil.copytree(undisturbed, folder / "bombed")
+    last = checkpoint.latest(folder / "bombed")
+    state = torch.load(last / "trainer_state.pt", weights_only=True)
+    torch.save(state | {"rng": Bomb(folder / "exploded")}, last / "trainer_state.pt")
+    manifest = json.loads((last / "manifest.json").read_text())
+    manifest["files"]["trainer_state.pt"] = checkpoint.fingerprint(last / "trainer_state.pt")
+    (last / "manifest.json").write_text(json.dumps(manifest))
+    message = refused(capsys, small(folder, "bombed", run={"steps": STEPS + 1}), "--resume")
+    assert "trainer_state.pt holds more than tensors, numbers and strings and is not opened, because it could run code" in message
+    assert not (folder / "exploded").exists()
+
+
+def test_nothing_is_opened_with_pickle_and_no_remote_code_is_trusted_unasked():
+    code = {path.name: path.read_text() for path in [*(ROOT / "lld").glob("*.py"), *ROOT.glob("*.py")]}
+    for name, text in code.items():
+        for call in ("pickle.load", "yaml.unsafe_load", "yaml.full_load", "allow_pickle=True", "trust_remote_code=True"):
+            assert call not in text, f"{name}: {call}"
+        for rest in text.split("torch.load(")[1:]:
+            assert "weights_only=True" in rest.split("\n")[0], f"{name}: torch.load({rest[:60]}"
+    assert config.Config().model.trust_remote_code is False
+
+
+def test_the_best_checkpoint_is_kept_when_older_ones_go(folder, monkeypatch):
+    """Held-out EM .1 .4 .4 .2 after steps 1 to 4, of which only the newest is to be kept: the best is that of step 2, the earlier at a tie."""
+    scores = iter([0.1, 0.4, 0.4, 0.2, 0.3])
+    monkeypatch.setattr(train, "evaluate", lambda parts, cfg, num_steps: {"eval/tiny/em": next(scores)})
+    path = small(folder, "best", run={"save_every": 1, "keep_checkpoints": 1}, eval={"every": 1, "at_start": False})
+    assert train.main(["--config", str(path)]) == 0
+    assert sorted(p.name for p in (folder / "best" / "checkpoints").iterdir()) == ["best.json", "step_000002", "step_000004"]
+    best = json.loads((folder / "best" / "checkpoints" / "best.json").read_text())
+    assert (best["checkpoint"], best["em"]) == ("step_000002", 0.4) and "highest mean of eval/*/em" in best["rule"]
+    assert train.main(["--config", str(path), "--resume", "run.steps=5"]) == 0  # the resumed run knows what was best
+    assert sorted(p.name for p in (folder / "best" / "checkpoints").iterdir()) == ["best.json", "step_000002", "step_000005"]
+
+
+def test_an_evaluation_that_is_the_best_so_far_saves_its_checkpoint(folder, monkeypatch):
+    monkeypatch.setattr(train, "evaluate", lambda parts, cfg, num_steps: {"eval/tiny/em": {1: 0.2, 2: 0.5}.get(num_steps, 0.0), "eval/other/em": 0.0})
+    path = small(folder, "early", run={"save_every": 50, "steps": 3}, eval={"every": 1, "at_start": False})
+    assert train.main(["--config", str(path)]) == 0
+    assert sorted(p.name for p in (folder / "early" / "checkpoints").iterdir()) == ["best.json", "step_000001", "step_000002", "step_000003"]
+    assert json.loads((folder / "early" / "checkpoints" / "best.json").read_text())["em"] == 0.25
