@@ -24,6 +24,44 @@ def test_shipped_configs_load_and_state_only_departures(path):
                 assert config.to_dict(cfg)[section][name] != defaults[section][name], f"{section}.{name} is the default"
 
 
+def recipes() -> dict[str, tuple[str, list[str]]]:
+    """The README's table of recipes: name -> ("table: row", the paper's seven scores and their average)."""
+    lines = re.findall(r"^\| (`[\w`., -]+`) \| (\d: [^|]+) \| ((?:\.\d{3} \| ){7}\.\d{3}) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    return {name: (row, figures.split(" | ")) for names, row, figures in lines for name in re.findall(r"`([\w.-]+)`", names)}
+
+
+def test_every_recipe_names_its_row_and_the_average_that_the_paper_gives():
+    """Averages are the means of the seven scores but for GSPO + LLDS, where the paper prints .451 for .4503."""
+    assert len(recipes()) == 27
+    for name, (row, figures) in recipes().items():
+        *scores, average = map(float, figures)
+        assert abs(sum(scores) / 7 - average) < 0.0011, name
+        first = (ROOT / "configs" / f"{name}.yaml").read_text().split("\n")[0]
+        assert first.startswith(f"# Table {row.replace(': ', ', ', 1)}") and f"EM average {figures[-1]} in the paper; not run by us." in first, first
+    named = recipes().keys() | {"tiny", "3b-instruct-v1", "3b-instruct-code"}
+    assert {path.stem for path in YAMLS} == named
+
+
+@pytest.mark.parametrize("name", sorted(recipes()))
+def test_a_recipe_is_what_its_row_says(name):
+    cfg, (row, _) = config.load(str(ROOT / "configs" / f"{name}.yaml")), recipes()[name]
+    loss, size = cfg.loss, "7B" if row[0] == "2" else "3B"
+    model = "meta-llama/Llama-3.2-3B" if row[0] == "4" else f"Qwen/Qwen2.5-{size}" + "-Instruct" * ("Ins" in row)
+    assert (cfg.model.path, cfg.run.dir) == (model, f"runs/{name}")
+    assert cfg.data.train_sources == (("nq",) if "NQ only" in row else ())
+    assert loss.kind == ("gspo" if "GSPO" in row else "grpo")
+    preserved = any(word in row for word in ("LLDS", "token", "response", "action"))
+    assert loss.lld_weight == ((0.3 if name == "7b-instruct" else 0.2) if preserved else 0.0)
+    assert loss.lld_gate == next((gate for gate in ("token", "response") if gate in row), "action")
+    assert loss.lld_answer_schedule == ("paper" if "LLDS-MA" in row else "constant")
+    if name.startswith("search-r1"):
+        assert (cfg.rollout.max_turns, cfg.rollout.top_p, loss.aggregation, loss.entropy_weight) == (4, 0.95, "token_mean", 0.001)
+        assert (cfg.run.steps, cfg.optim.lr, cfg.reward.kind) == {"1": (305, 1e-6, "em"), "2": (1005, 1e-6, "em"), "3": (1005, 5e-7, "format")}[name[-1]]
+        assert cfg.optim.warmup_steps in (int(0.95 * 305), 286)
+    else:
+        assert (cfg.rollout.max_turns, cfg.rollout.top_p, loss.aggregation, cfg.optim.lr, cfg.run.steps) == (3, 1.0, "sequence_mean", 1e-6, 1005)
+
+
 def test_the_defaults_are_the_papers():
     cfg = config.load(str(ROOT / "configs" / "3b.yaml"))
     rollout, loss, optim = cfg.rollout, cfg.loss, cfg.optim

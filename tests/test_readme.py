@@ -27,8 +27,8 @@ def test_every_file_it_names_is_there_and_every_file_there_is_named():
 
 
 def test_every_config_is_named_and_every_config_named_loads():
-    named = set(re.findall(r"^\| (`[\w`, -]+`) \|", README[README.index("| config | what |") :], re.MULTILINE))
-    named = {name for group in named for name in re.findall(r"`([\w-]+)`", group)}
+    named = set(re.findall(r"^\| (`[\w`., -]+`) \|", README[README.index("| config | what |") :], re.MULTILINE))
+    named = {name for group in named for name in re.findall(r"`([\w.-]+)`", group)}
     there = {path.stem for path in (ROOT / "configs").glob("*.yaml")}
     assert there - {"tiny"} <= named
     for name in re.findall(r"configs/(\w[\w-]*)\.yaml", README):
