@@ -129,9 +129,9 @@ def resume(config: Path, run_dir: Path) -> None:
 
 def kills(folder: Path, num_moments: int, seed: int) -> list[bool]:
     """One row of the table a moment; whether each resumed run equals the undisturbed one."""
-    undisturbed = options(folder, "undisturbed")
+    undisturbed = options(folder, "kills_undisturbed")
     assert finish(start(undisturbed, before=timed(folder / "moments.json"))) == 0, undisturbed.with_suffix(".rank0.log").read_text()[-3000:]
-    expected = content(folder / "undisturbed")
+    expected = content(folder / "kills_undisturbed")
     began = json.loads((folder / "moments.json").read_text())
     lengths = {(name, visit): later - at for (name, visit, at), (_, _, later) in zip(began, began[1:])}
     chance, equal = random.Random(seed), []
