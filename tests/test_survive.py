@@ -24,7 +24,7 @@ STEPS = 4
 
 def small(folder: Path, name: str, **changes) -> Path:
     """A run of 4 steps with an evaluation and a checkpoint after every second one."""
-    tree = {"run": {"steps": STEPS, "save_every": 2}, "eval": {"every": 2, "max_questions": 6}, "rollout": {"num_questions": 4, "max_new_tokens": 24}}
+    tree = {"run": {"steps": STEPS, "save_every": 2}, "eval": {"every": 2, "max_questions": 3}, "rollout": {"num_questions": 2, "group_size": 4, "max_new_tokens": 24, "num_slots": 8}}
     tree = {section: tree.get(section, {}) | changes.get(section, {}) for section in tree.keys() | changes.keys()}
     return write_config(folder, name, **(tree | {"run": tree["run"] | {"dir": str(folder / name)}}))
 
@@ -258,7 +258,7 @@ def test_a_retriever_that_goes_slows_or_lies_ends_the_run_with_a_checkpoint(fold
     threading.Thread(target=server.serve_forever, daemon=True).start()
     name = f"retriever_{how}"
     retriever = {"url": f"http://127.0.0.1:{server.server_port}", "retries": 1, "timeout_s": 0.3 if how == "slow" else 5}
-    message = refused(capsys, small(folder, name, retriever=retriever, eval={"every": 0}, rollout={"num_questions": 4}), code=3)
+    message = refused(capsys, small(folder, name, retriever=retriever, eval={"every": 0}, rollout={"num_questions": 4, "group_size": 3}), code=3)
     server.shutdown()
     assert reason in message and "Nothing was trained on the failed search. Saved" in message
     logged = len(rows(folder / name)) if (folder / name / "metrics.jsonl").exists() else 0

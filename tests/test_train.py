@@ -87,12 +87,12 @@ def test_a_checkpoint_opens_with_from_pretrained(folder):
 def test_kill_and_resume_repeat_the_run_bit_for_bit_and_a_rank_may_go(folder):
     """kill -9 in a rollout, an update, a checkpoint and an evaluation, then --resume: logs, weights and optimizer equal the undisturbed run's.
 
-    Then rank 1 of 2 alone gets SIGTERM, is killed, or hangs: rank 0 ends too, says why and has saved what stood.
+    Then rank 1 of 2 alone gets SIGTERM, is killed, or hangs: rank 0 ends too, says why and has saved what stood. So does a process alone whose search hangs.
     """
     script = ROOT / "tests" / "bench" / "kill_and_resume.py"
     done = subprocess.run([sys.executable, str(script), "--moments", "4", "--out", str(folder)], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    assert "4 of 4 killed runs" in done.stdout and "4 of 4 checks" in done.stdout
+    assert "4 of 4 killed runs" in done.stdout and "5 of 5 checks" in done.stdout
 
 
 def refused(capsys, config: Path, *more: str, code: int = 2) -> str:
@@ -205,8 +205,8 @@ def test_a_retriever_that_fails_in_an_evaluation_loses_nothing_and_the_run_resum
             code = train.main(["--config", str(config), "--resume"])
         assert code == 0
         server.shutdown()
-        rows_of[name] = [{key: value for key, value in row.items() if not key.startswith("eval/")} for row in rows(folder / name)]
-    assert rows_of["disturbed"] == rows_of["undisturbed"]
+        rows_of[name] = (folder / name / "metrics.jsonl").read_bytes()
+    assert rows_of["disturbed"] == rows_of["undisturbed"]  # the evaluation that failed is made up
 
 
 @pytest.mark.parametrize("change, message", [

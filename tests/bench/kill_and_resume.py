@@ -1,5 +1,5 @@
 """kill -9 at random moments of every phase, and faults of one rank of two; each run is then resumed and compared with one
-that nothing disturbed, bit for bit.
+that nothing disturbed, bit for bit; and a hung search.
 
     python tests/bench/kill_and_resume.py [--moments 20] [--seed 0] [--out FOLDER]
 
@@ -33,7 +33,7 @@ from lld.runs import read_rows
 
 PHASES = ("rollout", "update", "checkpoint", "evaluation")
 STEPS = 4
-OPTIONS = {"run": {"steps": STEPS, "save_every": 2}, "eval": {"every": 2, "max_questions": 6}, "rollout": {"num_questions": 4, "max_new_tokens": 24}}
+OPTIONS = {"run": {"steps": STEPS, "save_every": 2}, "eval": {"every": 2, "max_questions": 3}, "rollout": {"num_questions": 2, "group_size": 4, "max_new_tokens": 24, "num_slots": 8}}
 
 
 def start(config: Path, *more: str, before=None, rank: int = 0, num_ranks: int = 1, port: int = 0) -> int:
@@ -158,7 +158,7 @@ def hang(rank: int):
 
     def before():
         make = train.make_search
-        train.make_search = lambda retriever: (lambda queries: time.sleep(3600)) if os.environ["RANK"] == str(rank) else make(retriever)
+        train.make_search = lambda retriever: (lambda queries: time.sleep(3600)) if os.environ.get("RANK", "0") == str(rank) else make(retriever)
 
     return before
 
@@ -198,6 +198,12 @@ def two_ranks(folder: Path) -> list[bool]:
             fine = fine and "rank 1 has shown no sign of life for 4 s (run.watchdog_s) in phase 'rollout' of step 0" in said[1] and "Thread" in (folder / name / "watchdog-rank1.txt").read_text()
         print(f"| {what} | {ended} | {saved and saved.name} | {line} |", flush=True)
         found.append(fine)
+    alone = options(folder, "alone_and_hung", eval={"every": 0}, run={"watchdog_s": 4})
+    code = finish(start(alone, before=hang(0)))
+    line = next((line for line in alone.with_suffix(".rank0.log").read_text().splitlines() if "sign of life" in line), "")
+    found.append(code == 8 and "Saved" in line and checkpoint.latest(folder / alone.stem) == checkpoint.folder_of(folder / alone.stem, 0))
+    print(f"| the only process hangs in a search | {code} | step_000000 | {line} |", flush=True)
+    resume(alone, folder / alone.stem)
     resume(folder / "is_killed.yaml", folder / "is_killed")  # on one process
     found.append(len(read_rows(folder / "is_killed" / "metrics.jsonl")) == STEPS)
     return found
@@ -213,7 +219,7 @@ def main() -> int:
     equal = kills(folder, args.moments, args.seed)
     print(f"{sum(equal)} of {len(equal)} killed runs equal the undisturbed one bit for bit\n")
     ranks = two_ranks(folder)
-    print(f"{sum(ranks)} of {len(ranks)} checks of two processes hold")
+    print(f"{sum(ranks)} of {len(ranks)} checks of hung, killed and interrupted processes hold")
     if args.out is None:
         shutil.rmtree(folder)
     return 0 if all(equal + ranks) else 1
