@@ -42,11 +42,12 @@ class Guard:
         self.last_beat: dict[str, float] = {}
         self.run_dir, self.rank, self.num_processes, self.watchdog_s = None, 0, 1, 0.0
         self.now, self.alive, self.last_line, self.step_times = ("start", 0), time.monotonic(), 0.0, []
-        self.handlers, self.over = {}, threading.Event()
+        self.handlers, self.over, self.thread = {}, threading.Event(), None
 
     def close(self) -> None:
         self.over.set()
-        if self.watchdog_s:
+        if self.thread is not None:
+            self.thread.join()  # or it could arm the timer once more
             faulthandler.cancel_dump_traceback_later()
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
@@ -58,7 +59,8 @@ class Guard:
             self.handlers = {number: signal.signal(number, self._received) for number in (signal.SIGTERM, signal.SIGINT)}
         self.alive = time.monotonic()
         if watchdog_s:
-            threading.Thread(target=self._look, daemon=True).start()
+            self.thread = threading.Thread(target=self._look, daemon=True)
+            self.thread.start()
 
     def _received(self, number: int, _) -> None:
         self.signal = number

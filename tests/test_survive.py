@@ -100,9 +100,14 @@ def test_a_second_signal_is_not_caught(tmp_path):
 
 
 def test_the_watchdog_names_rank_phase_and_stacks_and_saves_what_stands(tmp_path, capsys, monkeypatch):
-    ended = threading.Event()
-    monkeypatch.setattr(survive.os, "_exit", lambda code: (codes.append(code), ended.set(), time.sleep(60)))
-    codes, guard = [], survive.Guard()
+    codes, ended, guard = [], threading.Event(), survive.Guard()
+
+    def end_thread(code):
+        codes.append(code)
+        ended.set()
+        raise SystemExit
+
+    monkeypatch.setattr(survive.os, "_exit", end_thread)
     guard.watch(tmp_path, Alone, 0.4)
     guard.rescue = lambda: tmp_path / "checkpoints" / "step_000003"
     for _ in range(4):  # signs of life
