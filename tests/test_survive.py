@@ -99,6 +99,7 @@ def test_a_second_signal_is_not_caught(tmp_path):
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_the_watchdog_names_rank_phase_and_stacks_and_saves_what_stands(tmp_path, capsys, monkeypatch):
     codes, ended, guard = [], threading.Event(), survive.Guard()
 
