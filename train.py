@@ -38,7 +38,6 @@ from lld.rollout import check_prompts, rollout
 from lld.tools import RetrieverError, Unplayed, check_health, make_search
 from lld.update import learning_rate, score_batch, update_policy
 
-
 MAX_IDLE_STEPS = 3  # steps in a row without a single finite gradient, after which a run ends
 
 

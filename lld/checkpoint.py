@@ -6,8 +6,8 @@ and the snapshots LLDS may compare with. `manifest.json`, written last, names ev
 Nothing in it can run code when it is opened: safetensors, JSON, and tensors, numbers and strings read with weights_only.
 """
 
-import hashlib
 import errno
+import hashlib
 import json
 import os
 import pickle
