@@ -148,7 +148,7 @@ def train(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
             accelerator.log(row | timings, step=step)
             guard.beat(step, cfg.run.steps, timings["time/step_s"], int(batch.lengths_B.sum()))
             steps.set_postfix(reward=f"{row['reward/mean']:.3f}", entropy=f"{row['entropy']:.3f}", searches=f"{row['searches']:.2f}")
-        if began == 3 and parts.recent is not None and accelerator.is_main_process:
+        if began and parts.recent is not None and accelerator.is_main_process:
             folder = parts.recent.write(run_dir, cfg, parts.lm, parts.tokenizer)
             tqdm.write(f"crash box: {folder}; try another loss on it with train.py --replay {folder} loss.lld_weight=0.2")
         row = {}

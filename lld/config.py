@@ -150,7 +150,7 @@ class Monitor:
     trajectories_every: int = 10  # steps between logs of whole groups, token by token; 0 never
     trajectories_questions: int = 4  # groups in such a log
     stop_in_phase: Literal[0, 2, 3] = 0  # stop with a checkpoint when decay (2) or acceleration (3) begins; 0 never
-    crash_box: int = 0  # rollouts kept for a crash box, written when acceleration begins; 0 none
+    crash_box: int = 0  # rollouts kept for a crash box, written when decay or acceleration begins; 0 none
 
 
 @dataclass(frozen=True)

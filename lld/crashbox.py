@@ -37,7 +37,7 @@ class Recent:
         self.episodes[step] = episodes
 
     def write(self, run_dir: Path, cfg: config.Config, lm, tokenizer) -> Path:
-        """Writes RUN/boxes/step_N, aside first; boxes written earlier are removed. Returns the folder."""
+        """Writes RUN/boxes/step_N, aside first; of the boxes written earlier only the first stays. Returns the folder."""
         step, weights, trainer_state = self.states[0]
         folder = run_dir / "boxes" / f"step_{max(self.episodes) + 1:06d}"
         aside = folder.with_name(folder.name + ".partial")
@@ -52,8 +52,9 @@ class Recent:
         for name in ("metrics.jsonl", "sentinel.pt"):
             if (run_dir / name).exists():
                 shutil.copy(run_dir / name, aside / name)
-        for old in folder.parent.glob("step_??????"):
+        for old in sorted(folder.parent.glob("step_??????"))[1:]:
             shutil.rmtree(old)
+        shutil.rmtree(folder, ignore_errors=True)  # a resumed run may come by the same step again
         os.replace(aside, folder)
         return folder
 
@@ -63,7 +64,7 @@ def steps_of(box: Path) -> list[int]:
     steps = sorted(int(path.stem.removeprefix("step_")) for path in (box / "episodes").glob("step_??????.jsonl"))
     latest = checkpoint.latest(box)
     if latest is None or not steps or not (box / "config.yaml").is_file():
-        raise ValueError(f"--replay {box}: no crash box, it needs config.yaml, checkpoints/ and episodes/ (a run with monitor.crash_box > 0 writes one to its boxes/ when acceleration begins)")
+        raise ValueError(f"--replay {box}: no crash box, it needs config.yaml, checkpoints/ and episodes/ (a run with monitor.crash_box > 0 writes one to its boxes/ when decay or acceleration begins)")
     first = int(latest.name.removeprefix("step_"))
     if steps != list(range(first, first + len(steps))):
         raise ValueError(f"--replay {box}: episodes of steps {steps} do not follow the checkpoint of step {first}: the box is damaged")
