@@ -132,12 +132,12 @@ class TokenScores(torch.autograd.Function):
             exps_Nv = logits_Nv.sub_(max_N[:, None]).exp()
             dot_N = shrink_N * (dot_N + sum_N * (past_N - max_N)) + logits_Nv.mul_(exps_Nv).sum(1)
             sum_N = shrink_N * sum_N + exps_Nv.sum(1)
-        normalizer_N, entropy_N = max_N + sum_N.log(), sum_N.log() - dot_N / sum_N
-        ctx.save_for_backward(hidden_NC, weight_VC, targets_N, normalizer_N, entropy_N)
+        entropy_N = sum_N.log() - dot_N / sum_N
+        ctx.save_for_backward(hidden_NC, weight_VC, targets_N, max_N + sum_N.log(), entropy_N)
         ctx.temperature, ctx.entropy_gradient = temperature, entropy_gradient
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy_N)
-        return target_N - normalizer_N, entropy_N
+        return target_N - max_N - sum_N.log(), entropy_N
 
     @staticmethod
     @torch.autograd.function.once_differentiable
