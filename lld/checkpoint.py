@@ -20,7 +20,7 @@ import yaml
 from lld import config, metrics
 
 # Options that a resumed run may change.
-RESUMABLE = ("run.dir", "run.steps", "run.save_every", "run.keep_checkpoints", "run.trackers", "optim.micro_batch_size", "rollout.num_slots", "rollout.max_failed_groups", "retriever.url", "retriever.replicas", "retriever.timeout_s", "retriever.deadline_s", "retriever.retries", "retriever.record")
+RESUMABLE = ("run.dir", "run.steps", "run.save_every", "run.keep_checkpoints", "run.trackers", "optim.micro_batch_size", "optim.micro_batch_tokens", "rollout.num_slots", "rollout.max_failed_groups", "retriever.url", "retriever.replicas", "retriever.timeout_s", "retriever.deadline_s", "retriever.retries", "retriever.record")
 
 
 
