@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from lld import config, metrics
 
 # Options that a resumed run may change.
-RESUMABLE = ("run.dir", "run.steps", "run.save_every", "run.keep_checkpoints", "run.watchdog_s", "run.trackers", "optim.micro_batch_size", "rollout.num_slots", "rollout.max_failed_groups", "retriever.url", "retriever.replicas", "retriever.timeout_s", "retriever.deadline_s", "retriever.retries", "retriever.record")
+RESUMABLE = ("run.dir", "run.steps", "run.save_every", "run.keep_checkpoints", "run.watchdog_s", "run.trackers", "optim.micro_batch_size", "optim.micro_batch_tokens", "rollout.num_slots", "rollout.max_failed_groups", "retriever.url", "retriever.replicas", "retriever.timeout_s", "retriever.deadline_s", "retriever.retries", "retriever.record")
 
 DISK_ERRORS = tuple(getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "EIO", "ENOTDIR", "ESTALE"))
 

@@ -99,6 +99,7 @@ class Optim:
     warmup_steps: int = 286  # rollout steps of linear warm-up
     updates_per_rollout: int = 10
     micro_batch_size: int = 16  # rows in one forward pass on one process; changes memory, never the gradient
+    micro_batch_tokens: int | None = None  # tokens (prompts and observations included) in one forward pass, in place of micro_batch_size; null: count rows
     betas: tuple[float, ...] = (0.9, 0.999)
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
@@ -375,6 +376,9 @@ def validate(cfg: Config) -> None:
         raise ValueError(f"loss.lld_answer_searches = {loss.lld_answer_searches}: must be greater than 0")
     if loss.lld_answer_schedule == "constant" and loss.lld_answer_weight > 1:
         raise ValueError(f"loss.lld_answer_weight = {loss.lld_answer_weight}: beta lies in [0, 1]")
+    _refuse_unread(cfg, "optim", ["micro_batch_size"], optim.micro_batch_tokens is not None, f"optim.micro_batch_tokens = {optim.micro_batch_tokens}")
+    if optim.micro_batch_tokens is not None and optim.micro_batch_tokens < rollout.max_episode_tokens:
+        raise ValueError(f"optim.micro_batch_tokens = {optim.micro_batch_tokens}: must hold the longest episode, rollout.max_episode_tokens = {rollout.max_episode_tokens}; null counts rows instead (micro_batch_size)")
     if len(optim.betas) != 2 or not all(0 <= b < 1 for b in optim.betas):
         raise ValueError(f"optim.betas = {list(optim.betas)}: must be two numbers in [0, 1)")
     unknown = [name for name in cfg.eval.during_training if name not in cfg.eval.benchmarks]

@@ -6,13 +6,12 @@ The only causal shift of the project is in `Policy.states`.
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lld import attention
 from lld.config import Model
 
-HEAD_CHUNK = 2048  # tokens whose logits are in memory at once
+SLICE_LOGITS = {"cpu": 2**21}  # logits in memory at once: 8 MB stay in a CPU's cache; elsewhere 2**27, to fill a GPU
 
 
 def load_tokenizer(options: Model):
@@ -80,7 +79,7 @@ class Policy(nn.Module):
         """Log-probability and entropy of every scored token given all tokens before it, (B, T) each in float32, else 0.
 
         Entry t describes token t. `scored_BT` is True on the tokens the model wrote; only for those the vocabulary is
-        visited, in chunks whose logits are recomputed in the backward pass. A model in float64 gives float64.
+        visited, in slices whose logits are recomputed in the backward pass. A model in float64 gives float64.
         """
         states_NC, targets_N = self.states(token_ids_BT, scored_BT)
         logprob_N, entropy_N = token_scores(states_NC, self.lm.get_output_embeddings(), targets_N, temperature, entropy_gradient)
@@ -103,24 +102,72 @@ class Policy(nn.Module):
         return hidden_NC[predicts_BT[read_BT]], token_ids_BT[:, 1:][scored_BT[:, 1:]]
 
 
-def token_scores(hidden_NC: torch.Tensor, head: nn.Module, targets_N: torch.Tensor, temperature: float, entropy_gradient: bool):
-    """Log-probability of each target and entropy of its distribution, (N,) each, with the logits of one chunk in memory."""
+def token_scores(hidden_NC: torch.Tensor, head: nn.Linear, targets_N: torch.Tensor, temperature: float, entropy_gradient: bool):
+    """Log-probability of each target and entropy of its distribution, (N,) each, float32 at least; only a slice of the logits is ever in memory."""
+    weight_VC = head.weight
+    if head.bias is not None:  # one more input that is always 1
+        hidden_NC, weight_VC = nn.functional.pad(hidden_NC, (0, 1), value=1.0), torch.cat([weight_VC, head.bias[:, None]], 1)
+    if torch.is_autocast_enabled(hidden_NC.device.type):
+        dtype = torch.get_autocast_dtype(hidden_NC.device.type)
+        hidden_NC, weight_VC = hidden_NC.to(dtype), weight_VC.to(dtype)
+    return TokenScores.apply(hidden_NC, weight_VC, targets_N, temperature, entropy_gradient)
 
-    def chunk_scores(hidden_nC, targets_n):
-        logits_nV = head(hidden_nC)
-        logits_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32)) / temperature
-        normalizer_n = logits_nV.logsumexp(-1)
-        logprob_n = logits_nV.gather(-1, targets_n[:, None])[:, 0] - normalizer_n
-        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
-            probs_nV = (logits_nV - normalizer_n[:, None]).exp()
-            entropy_n = normalizer_n - (probs_nV * logits_nV).sum(-1)
-        return logprob_n, entropy_n
 
-    scores = []
-    for hidden_nC, targets_n in zip(hidden_NC.split(HEAD_CHUNK), targets_N.split(HEAD_CHUNK)):
-        if torch.is_grad_enabled():
-            scores.append(checkpoint(chunk_scores, hidden_nC, targets_n, use_reentrant=False))
-        else:
-            scores.append(chunk_scores(hidden_nC, targets_n))
-    logprobs, entropies = zip(*scores)
-    return torch.cat(logprobs), torch.cat(entropies)
+class TokenScores(torch.autograd.Function):
+    """`token_scores` slice by slice over the vocabulary: an online softmax in the forward pass, the logits computed again in the backward pass.
+
+    Slices of the vocabulary, not of the tokens: each weight is then read, and its gradient written, once a pass.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_NC, weight_VC, targets_N, temperature, entropy_gradient):
+        dtype = torch.promote_types(hidden_NC.dtype, torch.float32)
+        max_N = hidden_NC.new_full(targets_N.shape, torch.finfo(dtype).min, dtype=dtype)
+        sum_N, dot_N, target_N = (torch.zeros_like(max_N) for _ in range(3))  # sums of e^(l - max) and of e^(l - max) (l - max) so far; the target's l
+        for start, logits_Nv in sliced_logits(hidden_NC, weight_VC, temperature):
+            inside_N, column_N1 = locate(targets_N, start, logits_Nv)
+            target_N = torch.where(inside_N, logits_Nv.gather(1, column_N1)[:, 0], target_N)
+            past_N, max_N = max_N, torch.maximum(max_N, logits_Nv.amax(1))
+            shrink_N = (past_N - max_N).exp()
+            exps_Nv = logits_Nv.sub_(max_N[:, None]).exp()
+            dot_N = shrink_N * (dot_N + sum_N * (past_N - max_N)) + logits_Nv.mul_(exps_Nv).sum(1)
+            sum_N = shrink_N * sum_N + exps_Nv.sum(1)
+        entropy_N = sum_N.log() - dot_N / sum_N
+        ctx.save_for_backward(hidden_NC, weight_VC, targets_N, max_N + sum_N.log(), entropy_N)
+        ctx.temperature, ctx.entropy_gradient = temperature, entropy_gradient
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy_N)
+        return target_N - max_N - sum_N.log(), entropy_N
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, logprob_grad_N, entropy_grad_N):
+        """d log p(target) / dl_v = [v is the target] - p_v and dH / dl_v = -p_v (log p_v + H)."""
+        hidden_NC, weight_VC, targets_N, normalizer_N, entropy_N = ctx.saved_tensors
+        hidden_grad_NC, weight_grad_VC = torch.zeros_like(hidden_NC, dtype=normalizer_N.dtype), torch.empty_like(weight_VC)
+        for start, logits_Nv in sliced_logits(hidden_NC, weight_VC, ctx.temperature):
+            inside_N, column_N1 = locate(targets_N, start, logits_Nv)
+            logp_Nv = logits_Nv.sub_(normalizer_N[:, None])
+            pull_Nv = logprob_grad_N[:, None] + (logp_Nv + entropy_N[:, None]) * entropy_grad_N[:, None] if ctx.entropy_gradient else logprob_grad_N[:, None]
+            grad_Nv = logp_Nv.exp_().mul_(-pull_Nv).scatter_add_(1, column_N1, torch.where(inside_N, logprob_grad_N, 0.0)[:, None])
+            grad_Nv = (grad_Nv if ctx.temperature == 1 else grad_Nv.div_(ctx.temperature)).to(hidden_NC.dtype)
+            some = slice(start, start + grad_Nv.shape[1])
+            hidden_grad_NC += grad_Nv @ weight_VC[some]
+            torch.mm(grad_Nv.T, hidden_NC, out=weight_grad_VC[some])
+        return hidden_grad_NC.to(hidden_NC.dtype), weight_grad_VC, None, None, None
+
+
+def sliced_logits(hidden_NC: torch.Tensor, weight_VC: torch.Tensor, temperature: float):
+    """Yields (first id, logits (N, v) in float32 at least) of slices of the vocabulary; the caller may write into them."""
+    width = max(1024, SLICE_LOGITS.get(hidden_NC.device.type, 2**27) // max(1, len(hidden_NC)))
+    for start in range(0, len(weight_VC), width):
+        logits_Nv = hidden_NC @ weight_VC[start : start + width].T
+        logits_Nv = logits_Nv.to(torch.promote_types(logits_Nv.dtype, torch.float32))
+        yield start, logits_Nv if temperature == 1 else logits_Nv.div_(temperature)
+
+
+def locate(targets_N: torch.Tensor, start: int, logits_Nv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether each target lies in this slice, and its column (N, 1) there (column 0 where it does not)."""
+    column_N = targets_N - start
+    inside_N = (column_N >= 0) & (column_N < logits_Nv.shape[1])
+    return inside_N, torch.where(inside_N, column_N, 0)[:, None]

@@ -35,21 +35,31 @@ def plan_updates(lengths: list[int], num_updates: int, num_processes: int) -> li
     for place, row in enumerate(order):
         lap, seat = divmod(place, num_updates)
         updates[seat if lap % 2 == 0 else num_updates - 1 - seat].append(row)
-    plan = []
-    for rows in updates:
-        shares, loads = [[] for _ in range(num_processes)], [0] * num_processes
-        for row in rows:
-            process = loads.index(min(loads))
-            shares[process].append(row)
-            loads[process] += lengths[row]
-        plan.append(shares)
-    return plan
+    return [share_out(rows, lengths, num_processes) for rows in updates]
 
 
-def micro_batches(rows: list[int], batch: Batch, size: int) -> list[list[int]]:
-    """`rows` in runs of at most `size`, longest first, so that rows of like length share their padding."""
-    rows = sorted(rows, key=lambda row: (-int(batch.lengths_B[row]), row))
-    return [rows[i : i + size] for i in range(0, len(rows), size)]
+def share_out(rows: list[int], lengths: list[int], num_shares: int) -> list[list[int]]:
+    """`rows` in shares of like token counts: longest first, each to the share with the fewest tokens."""
+    shares, loads = [[] for _ in range(num_shares)], [0] * num_shares
+    for row in sorted(rows, key=lambda row: (-lengths[row], row)):
+        share = loads.index(min(loads))
+        shares[share].append(row)
+        loads[share] += lengths[row]
+    return shares
+
+
+def micro_batches(rows: list[int], batch: Batch, optim: Optim) -> list[list[int]]:
+    """`rows` in runs of one forward pass each: as few as `micro_batch_tokens` allows, of like token counts, or `micro_batch_size` rows, longest first."""
+    lengths = batch.lengths_B.tolist()
+    if optim.micro_batch_tokens is None:
+        rows = sorted(rows, key=lambda row: (-lengths[row], row))
+        return [rows[i : i + optim.micro_batch_size] for i in range(0, len(rows), optim.micro_batch_size)]
+    fewest = math.ceil(sum(lengths[row] for row in rows) / optim.micro_batch_tokens)
+    for count in range(min(fewest, len(rows)), len(rows) + 1):
+        runs = share_out(rows, lengths, count)
+        if max((sum(lengths[row] for row in run) for run in runs), default=0) <= optim.micro_batch_tokens:
+            break
+    return runs
 
 
 def select(batch: Batch, rows: list[int], device) -> dict[str, torch.Tensor]:
@@ -65,7 +75,7 @@ def score_rows(accelerator, policy, batch: Batch, rows: list[int], cfg: Config) 
     """Log-probabilities (B, T) of the model's tokens in `rows`, 0 elsewhere, on the CPU."""
     logprobs_BT = torch.zeros(batch.token_ids_BT.shape)
     policy.eval()
-    for some in micro_batches(rows, batch, cfg.optim.micro_batch_size):
+    for some in micro_batches(rows, batch, cfg.optim):
         part = select(batch, some, accelerator.device)
         with accelerator.autocast():
             scored_BT, _ = policy(part["token_ids_BT"], part["action_ids_BT"] > 0, cfg.rollout.temperature)
@@ -140,17 +150,19 @@ def update_policy(accelerator, policy, reference, optimizer, batch: Batch, cfg: 
     """
     plan = plan_updates(batch.lengths_B.tolist(), cfg.optim.updates_per_rollout, accelerator.num_processes)
     mine = [row for shares in plan for row in shares[accelerator.process_index]]
-    score = lambda model: score_rows(accelerator, model, batch, mine, cfg)
-    old_BT = batch.sampled_logprobs_BT if cfg.loss.old_logprobs == "sampler" else score(policy)
-    reference_BT = score(reference) if cfg.loss.kl_weight > 0 else old_BT
-    anchor_BT = score(anchor) if anchor is not None else old_BT
+    score = lambda model, rows: score_rows(accelerator, model, batch, rows, cfg)
+    sampler_is_old = cfg.loss.old_logprobs == "sampler"
+    # At its first update the policy still is the old one: those rows' pass is the update's own (all rows', where there is one update).
+    old_BT = batch.sampled_logprobs_BT if sampler_is_old else score(policy, mine[len(plan[0][accelerator.process_index]) :])
+    reference_BT = score(reference, mine) if cfg.loss.kl_weight > 0 else old_BT
+    anchor_BT = score(anchor, mine) if anchor is not None else old_BT
     new_BT, entropy_BT = torch.zeros_like(old_BT), torch.zeros_like(old_BT)
     policy.train()
     update_rows = []
     for shares in plan:
         counts = minibatch_counts(batch, sorted(row for share in shares for row in share), cfg.loss.lld_preserve)
-        runs = micro_batches(shares[accelerator.process_index], batch, cfg.optim.micro_batch_size)
-        most = max(len(micro_batches(share, batch, cfg.optim.micro_batch_size)) for share in shares)
+        runs = micro_batches(shares[accelerator.process_index], batch, cfg.optim)
+        most = max(len(micro_batches(share, batch, cfg.optim)) for share in shares)
         means, suspects = Means(accelerator.device), []
         for number in range(most):
             rows = runs[number] if number < len(runs) else [0]
@@ -158,10 +170,12 @@ def update_policy(accelerator, policy, reference, optimizer, batch: Batch, cfg: 
             if number >= len(runs):  # collectives must pair up: a process with fewer micro-batches goes along with no tokens
                 part["action_ids_BT"] = torch.zeros_like(part["action_ids_BT"])
             width = part["token_ids_BT"].shape[1]
-            past = [tensor[rows, :width].to(accelerator.device) for tensor in (old_BT, reference_BT, anchor_BT)]
             with nullcontext() if number == most - 1 else accelerator.no_sync(policy):
                 with accelerator.autocast():
                     logprobs_BT, entropies_BT = policy(part["token_ids_BT"], part["action_ids_BT"] > 0, cfg.rollout.temperature, cfg.loss.entropy_weight > 0)
+                if number < len(runs) and not update_rows and not sampler_is_old:
+                    old_BT[rows, :width] = logprobs_BT.detach().cpu()
+                past = [tensor[rows, :width].to(accelerator.device) for tensor in (old_BT, reference_BT, anchor_BT)]
                 row_losses_B, terms = loss_of(part, logprobs_BT, entropies_BT, *past, counts, beta, cfg)
                 # DDP averages gradients over processes; the denominators already count all of them.
                 accelerator.backward(row_losses_B.sum() * accelerator.num_processes)
@@ -175,7 +189,7 @@ def update_policy(accelerator, policy, reference, optimizer, batch: Batch, cfg: 
                 new_BT[rows, :width] = logprobs_BT.detach().cpu()
                 entropy_BT[rows, :width] = entropies_BT.detach().cpu()
         update_rows.append(means.reduce(accelerator) | make_step(accelerator, policy, optimizer, suspects, len(update_rows), cfg.optim.max_grad_norm))
-    own = {"new": new_BT, "entropy": entropy_BT} | ({} if cfg.loss.old_logprobs == "sampler" else {"old": old_BT})
+    own = {"new": new_BT, "entropy": entropy_BT} | ({} if sampler_is_old else {"old": old_BT})
     whole = {"old": old_BT} | {name: accelerator.reduce(tensor.to(accelerator.device), "sum").cpu() for name, tensor in own.items()}
     rows_of = [sorted(row for share in shares for row in share) for shares in plan]
     return update_rows, Scores(whole["old"], whole["new"], whole["entropy"], None, rows_of)

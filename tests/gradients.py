@@ -71,10 +71,11 @@ class Recorder:
             p.grad = None
 
 
-def two_steps(options: dict, micro_batch_size: int, advantages_PG=None):
-    """(gradients of two updates, metrics) of `update_policy`, on this process's share of the rows."""
+def two_steps(options: dict, micro_batch_size: int | None, advantages_PG=None):
+    """(gradients of two updates, metrics) of `update_policy`, on this process's share of the rows; null: micro-batches as the options say."""
     options = {section: dict(values) for section, values in options.items()}
-    options["optim"] = options["optim"] | {"micro_batch_size": micro_batch_size}
+    if micro_batch_size is not None:
+        options["optim"] = options["optim"] | {"micro_batch_size": micro_batch_size}
     cfg = config.from_dict(options)
     accelerator = Accelerator(cpu=True)
     tokenizer = make_tokenizer()

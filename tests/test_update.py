@@ -1,19 +1,22 @@
 """Gradients do not depend on memory knobs, agree with a naive loss, and a non-finite one is skipped and named."""
 
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import make_lm, make_tokenizer
 from gradients import OPTIONS, make_episodes, two_steps
 
 from lld import config, loss
 from lld.episode import ANSWER, collate
 from lld.policy import Policy
-from lld.update import learning_rate, plan_updates
+from lld.update import learning_rate, micro_batches, plan_updates, update_policy
 
 HERE = Path(__file__).parent
 
@@ -41,6 +44,64 @@ def test_micro_batch_size_does_not_change_the_gradient(changes):
         assert max(relative(s, w) for s, w in zip(split, whole)) < 1e-6
         for name, value in metrics.items():
             assert split_metrics[name] == pytest.approx(value, abs=1e-6, rel=1e-6), name
+
+
+@pytest.mark.parametrize("budget", [64, 150, 10_000])
+def test_a_token_budget_does_not_change_the_gradient(budget):
+    whole, metrics, _ = two_steps(OPTIONS, 12)
+    short = OPTIONS["rollout"] | {"max_prompt_tokens": 16, "max_new_tokens": 12, "max_observation_tokens": 8, "max_episode_tokens": 64}
+    split, split_metrics, _ = two_steps(OPTIONS | {"rollout": short, "optim": OPTIONS["optim"] | {"micro_batch_tokens": budget}}, None)
+    assert max(relative(s, w) for s, w in zip(split, whole)) < 1e-6
+    for name, value in metrics.items():
+        assert split_metrics[name] == pytest.approx(value, abs=1e-6, rel=1e-6), name
+
+
+def test_token_budgets_are_kept_with_few_and_even_micro_batches():
+    lengths = torch.randint(200, 4096, (256,), generator=torch.Generator().manual_seed(0))
+    batch = SimpleNamespace(lengths_B=lengths)
+    for budget in (4096, 16_384, 10**6):
+        runs = micro_batches(list(range(0, 256, 2)), batch, config.Optim(micro_batch_tokens=budget))
+        loads = [int(lengths[run].sum()) for run in runs]
+        assert sorted(row for run in runs for row in run) == list(range(0, 256, 2))
+        assert max(loads) <= budget and len(runs) <= math.ceil(sum(loads) / budget) * 1.25
+        assert max(loads) - min(loads) <= (4096 if budget == 4096 else 300)
+    assert micro_batches([], batch, config.Optim(micro_batch_tokens=4096)) == []
+
+
+class Counting(torch.nn.Module):
+    """A policy that counts the tokens it was asked about, with and without gradient."""
+
+    def __init__(self, policy):
+        super().__init__()
+        self.policy, self.learned, self.scored = policy, 0, 0
+
+    def forward(self, token_ids_BT, scored_BT, *rest):
+        count = int(scored_BT.sum())
+        self.learned, self.scored = self.learned + count * torch.is_grad_enabled(), self.scored + count * (not torch.is_grad_enabled())
+        return self.policy(token_ids_BT, scored_BT, *rest)
+
+
+@pytest.mark.parametrize(
+    "updates, changes, share_scored, reference_scored",
+    [(1, {"kl_weight": 0.0}, 0, 0), (4, {"kl_weight": 0.0}, 3 / 4, 0), (2, {"kl_weight": 0.1}, 1 / 2, 1), (2, {"kl_weight": 0.1, "old_logprobs": "sampler"}, 0, 1)],
+)
+def test_passes_that_cannot_matter_are_not_made(updates, changes, share_scored, reference_scored):
+    """pi_old of the first update's rows is that update's own pass; of the others' a pass before any step, as it was."""
+    cfg = config.from_dict(with_loss(lld_weight=0.0, **changes) | {"optim": {"updates_per_rollout": updates, "micro_batch_size": 2}})
+    tokenizer = make_tokenizer()
+    policy, reference = (Counting(Policy(make_lm(tokenizer, seed=seed, scale=1.0))) for seed in (0, 1))
+    batch = collate(make_episodes(12, len(tokenizer)), torch.linspace(-1, 1, 12).view(4, 3), tokenizer.pad_token_id)
+    mask = batch.action_ids_BT > 0
+    with torch.no_grad():
+        before, _ = policy.policy(batch.token_ids_BT, mask)
+    _, scores = update_policy(Accelerator(cpu=True), policy, reference, torch.optim.SGD(policy.parameters(), 0.1), batch, cfg, beta=1.0)
+    rows_scored = [row for rows in scores.rows[1:] for row in rows] if share_scored else []
+    assert (policy.learned, policy.scored) == (int(mask.sum()), int(mask[rows_scored].sum()))
+    assert len(rows_scored) == share_scored * 12 and reference.scored == reference_scored * int(mask.sum()) and reference.learned == 0
+    if "old_logprobs" not in changes:
+        assert float((scores.old_BT - before).abs().max()) < 1e-5
+        assert torch.equal(scores.old_BT[scores.rows[0]], scores.new_BT[scores.rows[0]])
+        assert all(float((scores.new_BT - scores.old_BT)[rows].abs().max()) > 1e-3 for rows in scores.rows[1:])
 
 
 def test_two_processes_give_the_same_gradient(tmp_path):

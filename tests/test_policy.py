@@ -1,0 +1,67 @@
+"""Log-probability, entropy and their gradients, slice by slice over the vocabulary, are those of the full logits."""
+
+import math
+
+import pytest
+import torch
+
+from lld import policy
+from lld.policy import token_scores
+
+
+def naive_scores(hidden_NC, head, targets_N, temperature, entropy_gradient):
+    logp_NV = (head(hidden_NC) / temperature).log_softmax(-1)
+    entropy_N = -(logp_NV.exp() * logp_NV).sum(-1)
+    return logp_NV.gather(1, targets_N[:, None])[:, 0], entropy_N if entropy_gradient else entropy_N.detach()
+
+
+def scores_and_gradients(score, dtype, temperature, entropy_gradient, bias, num_tokens=37):
+    generator = torch.Generator().manual_seed(3)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+    head = torch.nn.Linear(24, 3001, bias=bias, dtype=dtype)
+    for parameter in head.parameters():
+        parameter.data = draw(*parameter.shape)
+    hidden_NC = draw(num_tokens, 24).requires_grad_()
+    targets_N = torch.randint(0, 3001, (num_tokens,), generator=generator)
+    targets_N[:3] = torch.tensor([0, 1024, 3000])[:num_tokens]  # at the edges of the slices
+    logprob_N, entropy_N = score(hidden_NC, head, targets_N, temperature, entropy_gradient)
+    assert entropy_N.requires_grad == entropy_gradient
+    ((logprob_N * draw(num_tokens)).sum() + (entropy_N * draw(num_tokens)).sum()).backward()
+    return logprob_N, entropy_N, hidden_NC.grad, *(parameter.grad for parameter in head.parameters())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_slices_give_the_numbers_of_the_full_logits(temperature, entropy_gradient, bias, monkeypatch):
+    """Three slices of 1,024, an online softmax over them, and a backward pass by hand."""
+    monkeypatch.setattr(policy, "SLICE_LOGITS", {"cpu": 1})
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        ours, naive = (scores_and_gradients(score, dtype, temperature, entropy_gradient, bias) for score in (token_scores, naive_scores))
+        for one, other in zip(ours, naive, strict=True):
+            assert one.dtype == dtype and float((one - other).detach().norm() / other.detach().norm()) < tolerance
+
+
+def test_logits_far_apart_neither_overflow_nor_lose_the_target(monkeypatch):
+    """The largest logit comes in the last slice: what was summed before it shrinks to nothing, exactly."""
+    monkeypatch.setattr(policy, "SLICE_LOGITS", {"cpu": 1})
+    head = torch.nn.Linear(1, 3000, bias=False)
+    head.weight.data = torch.arange(3000.0)[:, None]
+    logprob_N, entropy_N = token_scores(torch.ones(3, 1), head, torch.tensor([2999, 2998, 0]), 1.0, False)
+    normalizer = -math.log(1 - math.exp(-1))  # a geometric series
+    assert logprob_N.tolist() == pytest.approx([-normalizer, -normalizer - 1, -normalizer - 2999])
+    assert entropy_N.tolist() == pytest.approx([normalizer + 1 / (math.e - 1)] * 3)
+
+
+def test_a_micro_batch_without_tokens_has_a_gradient_of_zero():
+    _, _, hidden_grad_NC, weight_grad_VC = scores_and_gradients(token_scores, torch.float32, 1.0, True, False, num_tokens=0)
+    assert hidden_grad_NC.shape == (0, 24) and weight_grad_VC.shape == (3001, 24) and not weight_grad_VC.any()
+
+
+def test_logits_computed_in_bfloat16_are_summed_in_float32():
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = scores_and_gradients(token_scores, torch.float32, 1.0, False, False)
+        naive = scores_and_gradients(lambda h, head, *rest: naive_scores(h, lambda x: head(x).float(), *rest), torch.float32, 1.0, False, False)
+    assert ours[0].dtype == ours[1].dtype == torch.float32
+    assert all(float((one - other).detach().norm() / other.detach().norm()) < 1e-2 for one, other in zip(ours, naive, strict=True))
+    assert float((ours[0] - naive[0]).detach().abs().max()) < 1e-5
