@@ -1,7 +1,8 @@
 """Attention of packed rows, registered with transformers under the name "lld".
 
 Rows of different lengths lie one after another in a single sequence and attend only within themselves, so no padding is
-computed. Without `row_lengths` it is plain SDPA with the mask that is given, which is what the engine uses.
+computed: whole rows with `row_lengths` (the trainer), the newest tokens of rows whose past is in a cache with `spans` (the
+engine). Without either it is plain SDPA with the mask that is given.
 """
 
 from dataclasses import dataclass
@@ -32,12 +33,75 @@ def row_lengths(lengths_B: torch.Tensor) -> RowLengths:
     return RowLengths(lengths_B.tolist(), offsets)
 
 
-def attend(module, query_BHND, key_BHND, value_BHND, attention_mask, *, scaling=None, dropout=0.0, row_lengths: RowLengths | None = None, **kwargs):
+class Spans:
+    """The newest tokens of several cache rows, packed: row r of the A rows has tokens at positions [starts[r], starts[r] + counts[r]).
+
+    Rows with one token come first: they attend as one batch (A1, H, G, D) in which the G query heads of a key head are its
+    queries; the others as a second one, padded to the longest. Masks are float, made once for all layers: SDPA would make
+    them of a boolean one in each. On a GPU in half precision the varlen kernel reads the cache by row instead, every row a page.
+    """
+
+    def __init__(self, starts: list[int], counts: list[int], device, dtype):
+        self.num_rows, self.num_tokens, self.num_single = len(counts), sum(counts), sum(count == 1 for count in counts)
+        ends = [start + count for start, count in zip(starts, counts)]
+        self.length = max(ends)
+        self.ends_R = torch.tensor(ends, device=device)
+        self.last = self  # the same rows with their last token only
+        if self.num_single == self.num_rows:
+            self.positions_N, self.rows_N, self.last_R = self.ends_R - 1, torch.arange(self.num_rows, device=device), None
+        else:
+            assert all(count == 1 for count in counts[: self.num_single])
+            counts_R = torch.tensor(counts, device=device)
+            self.rows_N = torch.arange(self.num_rows, device=device).repeat_interleave(counts_R, output_size=self.num_tokens)
+            offsets_R = counts_R.cumsum(0)
+            within_N = torch.arange(self.num_tokens, device=device) - (offsets_R - counts_R)[self.rows_N]
+            self.positions_N = (self.ends_R - counts_R)[self.rows_N] + within_N
+            self.last_R = offsets_R - 1
+            self.last = Spans([end - 1 for end in ends], [1] * self.num_rows, device, dtype)
+            self.longest = max(counts)
+            self.padded_P = (self.rows_N - self.num_single)[self.num_single :] * self.longest + within_N[self.num_single :]
+        self.lengths = (max(ends[: self.num_single], default=0), max(ends[self.num_single :], default=0))
+        if varlen_attn is not None and torch.device(device).type == "cuda" and dtype in (torch.float16, torch.bfloat16):
+            offsets = torch.nn.functional.pad(torch.tensor(counts, device=device).cumsum(0), (1, 0)).to(torch.int32)
+            self.varlen = (offsets, max(counts), self.ends_R.to(torch.int32), torch.arange(self.num_rows, device=device, dtype=torch.int32)[:, None])
+            return
+        self.varlen = None
+        visible = lambda length, positions: torch.where(torch.arange(length, device=device) <= positions[..., None], 0.0, -torch.inf).to(dtype)
+        self.single_mask = visible(self.lengths[0], self.ends_R[: self.num_single, None, None] - 1)
+        if self.last is not self:
+            first_R1 = (self.ends_R - counts_R)[self.num_single :, None]
+            self.mask = visible(self.lengths[1], (first_R1 + torch.arange(self.longest, device=device))[:, None])
+
+    def attend(self, query_NHD, keys_RTHD, values_RTHD, scale) -> torch.Tensor:
+        """(N, H, D): each token over the keys of its row up to itself. `keys` are those of the A rows, any T that holds the longest."""
+        query_NHD = query_NHD.to(keys_RTHD.dtype)
+        num_heads, dim = query_NHD.shape[1:]
+        if self.varlen is not None:
+            offsets, longest, ends, table = self.varlen
+            return varlen_attn(query_NHD, keys_RTHD, values_RTHD, offsets, None, longest, self.length, seqused_k=ends, block_table=table, scale=scale, window_size=(-1, 0), enable_gqa=True)
+        out, A1 = [], self.num_single
+        if A1:
+            key, value = (x[:A1, : self.lengths[0]].transpose(1, 2) for x in (keys_RTHD, values_RTHD))
+            query = query_NHD[:A1].view(A1, key.shape[1], -1, dim)
+            out.append(scaled_dot_product_attention(query, key, value, attn_mask=self.single_mask, scale=scale).reshape(A1, num_heads, dim))
+        if A1 < self.num_rows:
+            key, value = (x[A1:, : self.lengths[1]].transpose(1, 2) for x in (keys_RTHD, values_RTHD))
+            query = query_NHD.new_zeros(len(key) * self.longest, num_heads, dim).index_copy(0, self.padded_P, query_NHD[A1:])
+            query = query.view(len(key), self.longest, num_heads, dim).transpose(1, 2)
+            attended = scaled_dot_product_attention(query, key, value, attn_mask=self.mask, scale=scale, enable_gqa=True)
+            out.append(attended.transpose(1, 2).reshape(-1, num_heads, dim)[self.padded_P])
+        return torch.cat(out) if len(out) > 1 else out[0]
+
+
+def attend(module, query_BHND, key_BHND, value_BHND, attention_mask, *, scaling=None, dropout=0.0, row_lengths: RowLengths | None = None, spans: Spans | None = None, **kwargs):
     """(B, N, H, D) attention output and None, as transformers asks of an attention function.
 
     With `row_lengths` the tensors hold one packed sequence (B = 1): causal attention within each row, by the varlen flash
-    kernel for half precision on a GPU and row by row elsewhere (on a CPU a row's cost then is that of its own length).
+    kernel for half precision on a GPU and row by row elsewhere (on a CPU a row's cost then is that of its own length). With `spans`
+    query holds packed tokens (B = 1), key and value the cache rows (A, T, H, D) that the engine's cache returned.
     """
+    if spans is not None:
+        return spans.attend(query_BHND[0].transpose(0, 1), key_BHND, value_BHND, scaling)[None], None
     if row_lengths is None and query_BHND.is_cuda:
         return sdpa_attention_forward(module, query_BHND, key_BHND, value_BHND, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     if row_lengths is None:  # transformers repeats keys and values for every query head here, which costs a decode step 4 times its attention

@@ -7,16 +7,22 @@ The engine knows tokens and has never heard of search. Its contract:
     engine.extend((key, sample), token_ids, max_new_tokens) # append an observation: only the new tokens are prefilled
     engine.release((key, sample))                           # frees the slot; a waiting sample takes it
 
-Rows of the cache are kept in the order running, ready (an observation to prefill), parked (stopped, nothing to do yet),
-so that every forward pass works on one contiguous block of rows and nothing is copied to make a batch.
+A step is one forward pass of packed tokens: the last token of every running slot, prompts and observations not yet read.
+Rows of the cache are kept in the order running, ready (something to read), parked (stopped, nothing to do yet), so that a
+pass works on one contiguous block of rows and no keys are copied to make a batch.
 """
 
 from dataclasses import dataclass, field
 
 import torch
 
-LENGTH_BUCKET = 64  # the cache grows, and attention reads it, in steps of this many tokens
-PREFILL_TOKENS = 16384  # at most this many tokens (padding included) in one prefill pass
+from lld.attention import Spans
+from lld.decoder import Decoder
+
+LENGTH_BUCKET = 256  # the cache grows in steps of this many tokens
+PASS_TOKENS = 16384  # at most this many tokens in one pass, or one row that alone has more
+TOP = 1024  # top-p sorts this many tokens of a row, and all of them where these do not hold the nucleus
+BLOCK = 512  # tokens summed at once when a long row is searched
 
 
 @dataclass
@@ -33,59 +39,63 @@ class Stopped:
 class Sequence:
     key: tuple
     generator: torch.Generator
-    length: int  # tokens whose keys and values are in the cache
-    unread: list[int] = field(default_factory=list)  # tokens still to be fed to the model; the last sampled one always is
+    unread: list[int]  # tokens still to be fed to the model; the last sampled one always is
+    state: int = 0  # RUNNING, READY, PARKED or FREE
+    length: int = 0  # tokens whose keys and values are in the cache
     token_ids: list[int] = field(default_factory=list)  # of this turn
     logprobs: list[float] = field(default_factory=list)
     uniforms: list[float] = field(default_factory=list)  # one a token of this turn
-    state: int = 0  # RUNNING, READY or PARKED
 
 
-RUNNING, READY, PARKED = 0, 1, 2
+@dataclass
+class Prompt:
+    """A group's prompt; once its first sample has read it, its keys and values and the logits after it, for the others."""
+
+    token_ids: list[int]
+    state: torch.Tensor | None = None
+    logits_V: torch.Tensor | None = None
+
+
+RUNNING, READY, PARKED, FREE = 0, 1, 2, 3  # RUNNING: one token to read
+
+
+def _state_to_read(sequence: Sequence) -> int:
+    return READY if len(sequence.unread) > 1 else RUNNING
 
 
 class SlotCache:
-    """Keys and values of all slots in one tensor (layers, 2, S, H, T, D); what transformers calls `past_key_values`.
+    """Keys and values of all slots in one tensor (layers, 2, S, T, H, D); what transformers calls `past_key_values`.
 
-    `view(first, positions_RN)` says which rows the next forward pass is about and at which positions its N tokens a row
-    lie; `update` then writes there and returns those rows up to the longest.
+    `spans` says which rows and positions the tokens of the present pass belong to.
     """
 
     def __init__(self, config, num_slots: int, device, dtype):
         heads = config.num_key_value_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         # Zeros, because masked keys still enter the softmax as 0 * value and must be finite.
-        self.state = torch.zeros(config.num_hidden_layers, 2, num_slots, heads, LENGTH_BUCKET, dim, device=device, dtype=dtype)
+        self.state = torch.zeros(config.num_hidden_layers, 2, num_slots, LENGTH_BUCKET, heads, dim, device=device, dtype=dtype)
 
     def reserve(self, length: int) -> None:
         """Makes room for `length` tokens a row."""
-        missing = length - self.state.shape[4]
+        missing = length - self.state.shape[3]
         if missing > 0:
-            missing = -(-max(missing, self.state.shape[4] // 2) // LENGTH_BUCKET) * LENGTH_BUCKET
-            self.state = torch.nn.functional.pad(self.state, (0, 0, 0, missing))
+            missing = -(-max(missing, self.state.shape[3] // 2) // LENGTH_BUCKET) * LENGTH_BUCKET
+            self.state = torch.nn.functional.pad(self.state, (0, 0, 0, 0, 0, missing))
 
-    def view(self, first: int, positions_RN: torch.Tensor) -> torch.Tensor:
-        """Selects rows [first, first + R) and returns their attention mask (R, 1, N, T)."""
-        rows, longest = positions_RN.shape[0], int(positions_RN.max()) + 1
-        self.reserve(longest)
-        length = min(-(-longest // LENGTH_BUCKET) * LENGTH_BUCKET, self.state.shape[4])
-        self.window = self.state[:, :, first : first + rows, :, :length]
-        self.rows_R1 = torch.arange(rows, device=self.state.device)[:, None]
-        self.positions_RN = positions_RN
-        return torch.arange(length, device=self.state.device) <= positions_RN[:, None, :, None]
+    def write(self, layer: int, keys_NHD: torch.Tensor, values_NHD: torch.Tensor) -> torch.Tensor:
+        """Stores the pass's tokens and returns keys and values (2, A, T, H, D) of its rows."""
+        at = (self.spans.rows_N, self.spans.positions_N)
+        for kept, new in zip(self.state[layer], (keys_NHD, values_NHD)):
+            kept.index_put_(at, new.to(kept.dtype))
+        return self.state[layer, :, : self.spans.num_rows]
 
-    def update(self, keys_RHND, values_RHND, layer_idx, *_args, **_kwargs):
-        keys, values = self.window[layer_idx]
-        # Advanced indices on both sides of a slice put the indexed axes first: (R, N, H, D).
-        keys[self.rows_R1, :, self.positions_RN] = keys_RHND.transpose(1, 2).to(keys.dtype)
-        values[self.rows_R1, :, self.positions_RN] = values_RHND.transpose(1, 2).to(values.dtype)
-        return keys, values
+    def update(self, keys_1HND, values_1HND, layer_idx, *_args, **_kwargs):
+        return self.write(layer_idx, keys_1HND[0].transpose(0, 1), values_1HND[0].transpose(0, 1)).unbind()
 
-    def copy_rows(self, targets: list[int], source: "SlotCache", sources: list[int], length: int) -> None:
-        self.reserve(length)
-        self.state[:, :, targets, :, :length] = source.state[:, :, sources, :, :length]
+    def move_rows(self, sources: list[int], targets: list[int], length: int) -> None:
+        self.state[:, :, targets, :length] = self.state[:, :, sources, :length]
 
-    # transformers asks these of a cache; the mask and positions it would derive from them are always given.
+    # transformers asks this of a cache; the mask and positions it would derive from it are always given.
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
@@ -105,15 +115,44 @@ def sample_tokens(logits_SV: torch.Tensor, uniforms_S: torch.Tensor, temperature
         logits_SV = logits_SV / temperature
     logprobs_SV = logits_SV.log_softmax(-1)
     if top_p < 1:
-        sorted_SV, order_SV = logprobs_SV.sort(descending=True, stable=True)
-        before_SV = sorted_SV.exp().cumsum(-1) - sorted_SV.exp()
-        sorted_SV = sorted_SV.masked_fill(before_SV >= top_p, -torch.inf).log_softmax(-1)
-        logprobs_SV = torch.empty_like(sorted_SV).scatter_(-1, order_SV, sorted_SV)
-    # float64: a float32 running sum over a vocabulary of 150k drifts by more than the tail's probabilities.
-    cdf_SV = logprobs_SV.exp().cumsum(-1, dtype=torch.float64)
-    token_S = torch.searchsorted(cdf_SV, uniforms_S.to(cdf_SV)[:, None] * cdf_SV[:, -1:], right=True)[:, 0]
-    token_S = torch.where(token_S < logits_SV.shape[-1], token_S, logprobs_SV.argmax(-1))
+        logprobs_SV = _nucleus(logprobs_SV, top_p)
+    token_S = _invert_cdf(logprobs_SV.exp(), uniforms_S)
     return token_S, logprobs_SV.gather(-1, token_S[:, None])[:, 0]
+
+
+def _nucleus(logprobs_SV: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The renormalised log-probabilities of each row's nucleus, -inf elsewhere; sorts the few likeliest tokens only if they hold it."""
+    for num in (TOP, logprobs_SV.shape[-1]):
+        best_SK, order_SK = logprobs_SV.topk(min(num, logprobs_SV.shape[-1]))
+        before_SK = best_SK.exp().cumsum(-1) - best_SK.exp()
+        if bool((before_SK[:, -1] >= top_p).all()):
+            break
+    kept_SK = best_SK.masked_fill(before_SK >= top_p, -torch.inf).log_softmax(-1)
+    return torch.full_like(logprobs_SV, -torch.inf).scatter_(-1, order_SK, kept_SK)
+
+
+def _invert_cdf(probs_SV: torch.Tensor, uniforms_S: torch.Tensor) -> torch.Tensor:
+    """The first token of each row at which the running sum of probabilities exceeds its uniform number times their sum.
+
+    Sums are float64: in float32 that of a vocabulary of 150k drifts by more than the tail's probabilities. Long rows are
+    searched in two steps, first the block of BLOCK tokens and then the token in it, which needs no running sum of all.
+    """
+    S, V = probs_SV.shape
+    if V <= 2 * BLOCK:
+        cdf_SV = probs_SV.cumsum(-1, dtype=torch.float64)
+        target_S1 = uniforms_S.to(cdf_SV)[:, None] * cdf_SV[:, -1:]
+        token_S = torch.searchsorted(cdf_SV, target_S1, right=True)[:, 0]
+    else:
+        blocks_SNB = torch.nn.functional.pad(probs_SV, (0, -V % BLOCK)).view(S, -1, BLOCK)
+        cdf_SN = blocks_SNB.sum(-1, dtype=torch.float64).cumsum(-1)
+        target_S1 = uniforms_S.to(cdf_SN)[:, None] * cdf_SN[:, -1:]
+        block_S1 = torch.searchsorted(cdf_SN, target_S1, right=True).clamp(max=cdf_SN.shape[1] - 1)
+        inside_SB = blocks_SNB[torch.arange(S, device=probs_SV.device), block_S1[:, 0]].cumsum(-1, dtype=torch.float64)
+        before_S1 = torch.nn.functional.pad(cdf_SN, (1, 0)).gather(1, block_S1)
+        token_S = block_S1[:, 0] * BLOCK + torch.searchsorted(inside_SB, target_S1 - before_S1, right=True)[:, 0].clamp(max=BLOCK - 1)
+    # At the very end of the interval, or by rounding, no token or one of no probability is met: take the likeliest.
+    met_S = probs_SV.gather(1, token_S.clamp(max=V - 1)[:, None])[:, 0] > 0
+    return torch.where(met_S & (token_S < V), token_S, probs_SV.argmax(-1))
 
 
 class Engine:
@@ -128,10 +167,11 @@ class Engine:
         self.lm, self.tokenizer, self.num_slots = lm, tokenizer, num_slots
         self.temperature, self.top_p, self.stop_strings, self.eos_ids = temperature, top_p, stop_strings, frozenset(eos_ids)
         self.device, self.dtype = lm.device, lm.dtype
-        self.cache = self._new_cache(num_slots)
+        cache_dtype = torch.get_autocast_dtype(self.device.type) if torch.is_autocast_enabled(self.device.type) else self.dtype
+        self.decoder, self.cache = Decoder(lm), SlotCache(lm.config, num_slots, self.device, cache_dtype)
         self.rows: list[Sequence] = []  # by cache row
         self.by_key: dict[tuple, Sequence] = {}
-        self.prompts: dict = {}  # key -> prompt ids, or (cache, row, length, logits) once prefilled
+        self.prompts: dict[object, Prompt] = {}  # of groups with waiting samples
         self.waiting: list[tuple] = []  # (key, sample, seed, max_new_tokens) without a slot
         last = tuple(stop[-1] for stop in stop_strings)
         tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
@@ -140,131 +180,139 @@ class Engine:
         self.tail = 2 * max(map(len, stop_strings), default=0) + 8
         self.num_fed = 0  # tokens pushed through the model, padding excluded
 
-    def _new_cache(self, num_slots: int) -> SlotCache:
-        dtype = torch.get_autocast_dtype(self.device.type) if torch.is_autocast_enabled(self.device.type) else self.dtype
-        return SlotCache(self.lm.config, num_slots, self.device, dtype)
-
     @property
     def num_running(self) -> int:
-        return sum(sequence.state != PARKED for sequence in self.rows)
+        return sum(sequence.state <= READY for sequence in self.rows)
+
+    @property
+    def num_free(self) -> int:
+        return self.num_slots - sum(sequence.state != FREE for sequence in self.rows)
 
     @property
     def busy(self) -> bool:
         """Whether `step` has anything to do."""
-        return self.num_running > 0 or (bool(self.waiting) and len(self.rows) < self.num_slots)
+        return self.num_running > 0 or (bool(self.waiting) and self.num_free > 0)
 
     def add(self, key, prompt_ids: list[int], seeds: list[int], max_new_tokens: int) -> None:
         assert prompt_ids and max_new_tokens > 0
-        self.prompts[key] = list(prompt_ids)
+        self.prompts[key] = Prompt(list(prompt_ids))
         self.waiting += [(key, sample, seed, max_new_tokens) for sample, seed in enumerate(seeds)]
 
     def extend(self, key: tuple, token_ids: list[int], max_new_tokens: int) -> None:
         sequence = self.by_key[key]
         assert sequence.state == PARKED and max_new_tokens > 0
         sequence.unread += token_ids
-        sequence.state = READY
+        sequence.state = _state_to_read(sequence)
         self._begin_turn(sequence, max_new_tokens)
 
     def release(self, key: tuple) -> None:
         sequence = self.by_key.pop(key)
         assert sequence.state == PARKED
-        hole = self.rows.index(sequence)
-        last = self.rows.pop()
-        if last is not sequence:
-            self.cache.copy_rows([hole], self.cache, [len(self.rows)], last.length)
-            self.rows[hole] = last
+        sequence.state = FREE
 
     @torch.no_grad()
     def step(self) -> list[Stopped]:
-        """One token for every running slot; slots with something to prefill go first, in a pass of their own."""
+        """One token for every running slot, and the first one for slots with something to read, in one pass."""
         assert not self.lm.training, "in training mode gradient checkpointing drops the cache"
-        stopped = []
-        if self.waiting and len(self.rows) < self.num_slots:
-            stopped += self._start_waiting()
+        starting = self.waiting[: self.num_free]
+        self._start_readers(starting)
         self._arrange()
-        num_running = sum(sequence.state == RUNNING for sequence in self.rows)
-        ready = [sequence for sequence in self.rows if sequence.state == READY]
-        if ready:
-            logits = self._read(self.cache, num_running, ready)
-            for sequence in ready:
-                sequence.state = RUNNING
-            stopped += self._sample(ready, logits)
-        elif num_running:
-            running = self.rows[:num_running]
-            stopped += self._sample(running, self._read(self.cache, 0, running))
-        return stopped
+        reading = self._next_pass()
+        logits_SV = self._read(reading) if reading else None
+        self._keep_prompts(reading, logits_SV)
+        copied, copied_logits = self._start_copies(starting)
+        if copied:
+            logits_SV = torch.cat(([logits_SV] if reading else []) + copied_logits)
+        return self._sample(reading + copied, logits_SV) if reading or copied else []
 
     def _begin_turn(self, sequence: Sequence, max_new_tokens: int) -> None:
         sequence.token_ids, sequence.logprobs = [], []
         sequence.uniforms = torch.rand(max_new_tokens, generator=sequence.generator, dtype=torch.float64).tolist()
 
-    def _start_waiting(self) -> list[Stopped]:
-        """Gives free slots to waiting samples: prefills prompts not seen yet, copies their keys and values to each sample."""
-        free = self.num_slots - len(self.rows)
-        starting, self.waiting = self.waiting[:free], self.waiting[free:]
-        fresh = [key for key in dict.fromkeys(key for key, *_ in starting) if isinstance(self.prompts[key], list)]
-        for some in _chunks(fresh, [len(self.prompts[key]) for key in fresh], PREFILL_TOKENS):
-            cache = self._new_cache(len(some))
-            sequences = [Sequence((), None, 0, self.prompts[key]) for key in some]
-            logits = self._read(cache, 0, sequences)
-            for row, key in enumerate(some):
-                self.prompts[key] = (cache, row, sequences[row].length, logits[row])
-        started = []
-        for key, sample, seed, max_new_tokens in starting:
-            sequence = Sequence((key, sample), torch.Generator().manual_seed(seed), self.prompts[key][2], state=RUNNING)
-            self._begin_turn(sequence, max_new_tokens)
-            self.by_key[sequence.key] = sequence
-            started.append(sequence)
-        by_cache: dict = {}
-        for row, sequence in enumerate(started, start=len(self.rows)):
-            cache, source, length, _ = self.prompts[sequence.key[0]]
-            by_cache.setdefault(id(cache), (cache, []))[1].append((row, source, length))
-        for cache, copies in by_cache.values():
-            rows, sources, lengths = zip(*copies)
-            self.cache.copy_rows(list(rows), cache, list(sources), max(lengths))
-        self.rows += started
-        logits = torch.stack([self.prompts[sequence.key[0]][3] for sequence in started])
+    def _start(self, waiting: tuple) -> Sequence:
+        key, sample, seed, max_new_tokens = waiting
+        sequence = Sequence((key, sample), torch.Generator().manual_seed(seed), list(self.prompts[key].token_ids))
+        sequence.state = _state_to_read(sequence)
+        self._begin_turn(sequence, max_new_tokens)
+        self.waiting.remove(waiting)
+        self.by_key[sequence.key] = sequence
+        self.rows.append(sequence)
+        return sequence
+
+    def _start_readers(self, starting: list[tuple]) -> None:
+        """The first sample of every group whose prompt nobody has read or is about to read."""
+        known = {sequence.key[0] for sequence in self.rows if sequence.state <= READY and not sequence.length}
+        for waiting in list(starting):
+            key = waiting[0]
+            if self.prompts[key].state is None and key not in known:
+                known.add(key)
+                starting.remove(waiting)
+                self._start(waiting)
+
+    def _keep_prompts(self, reading: list[Sequence], logits_SV: torch.Tensor) -> None:
+        """Keys and values of prompts just read whose other samples still wait."""
+        missing = {key for key, *_ in self.waiting if self.prompts[key].state is None}
+        for row, sequence in enumerate(reading):
+            key = sequence.key[0]
+            if key in missing and sequence.length == len(self.prompts[key].token_ids):
+                self.prompts[key].state, self.prompts[key].logits_V = self.cache.state[:, :, row, : sequence.length].clone(), logits_SV[row]
+
+    def _start_copies(self, starting: list[tuple]) -> tuple[list[Sequence], list[torch.Tensor]]:
+        """Samples whose prompt has been read: they get a copy of its keys and values, and the logits after it."""
+        ready, first = [waiting for waiting in starting if self.prompts[waiting[0]].state is not None], len(self.rows)
+        copied = [self._start(waiting) for waiting in ready]
+        for key in dict.fromkeys(key for key, *_ in ready):
+            prompt, rows = self.prompts[key], [first + i for i, waiting in enumerate(ready) if waiting[0] == key]
+            self.cache.state[:, :, rows, : prompt.state.shape[2]] = prompt.state[:, :, None]
+        for sequence in copied:
+            sequence.state, sequence.length, sequence.unread = RUNNING, len(sequence.unread), []
+        logits = [self.prompts[key].logits_V[None] for key, *_ in ready]
         still_waiting = {key for key, *_ in self.waiting}
         self.prompts = {key: prompt for key, prompt in self.prompts.items() if key in still_waiting}
-        return self._sample(started, logits)
+        return copied, logits
 
     def _arrange(self) -> None:
-        """Reorders rows to running, ready, parked, moving only those that stand in another's region."""
+        """Reorders rows to running, ready, parked, free, moving only those that stand in another's region, and forgets the free."""
         states = [sequence.state for sequence in self.rows]
         wanted = sorted(states)
-        if states == wanted:
-            return
-        holes = {state: [] for state in (RUNNING, READY, PARKED)}
-        for row, (state, want) in enumerate(zip(states, wanted)):
-            if state != want:
-                holes[want].append(row)
-        moves = [(row, holes[state].pop()) for row, (state, want) in enumerate(zip(states, wanted)) if state != want]
-        rows = list(self.rows)
-        for source, target in moves:
-            rows[target] = self.rows[source]
-        self.cache.copy_rows([t for _, t in moves], self.cache, [s for s, _ in moves], max(self.rows[s].length for s, _ in moves))
-        self.rows = rows
+        if states != wanted:
+            holes = {state: [] for state in (RUNNING, READY, PARKED, FREE)}
+            for row, (state, want) in enumerate(zip(states, wanted)):
+                if state != want:
+                    holes[want].append(row)
+            moves = [(row, holes[state].pop()) for row, (state, want) in enumerate(zip(states, wanted)) if state != want]
+            rows = list(self.rows)
+            for source, target in moves:
+                rows[target] = self.rows[source]
+            moves = [(source, target) for source, target in moves if self.rows[source].length and states[source] != FREE]
+            if moves:
+                sources, targets = zip(*moves)
+                self.cache.move_rows(list(sources), list(targets), max(self.rows[source].length for source in sources))
+            self.rows = rows
+        while self.rows and self.rows[-1].state == FREE:
+            self.rows.pop()
 
-    def _read(self, cache: SlotCache, first: int, sequences: list[Sequence]) -> torch.Tensor:
-        """Feeds the unread tokens of `sequences`, which lie in cache rows first, first + 1, …; returns the logits (R, V) after each."""
-        logits, done = [], 0
-        for some in _chunks(sequences, [len(s.unread) for s in sequences], PREFILL_TOKENS):
-            counts = [len(sequence.unread) for sequence in some]
-            width = max(counts)
-            # Padding repeats the last token at positions to come; the real tokens there overwrite it before anyone may look.
-            token_ids_RN = torch.tensor([s.unread + s.unread[-1:] * (width - n) for s, n in zip(some, counts)], device=self.device)
-            starts_R1 = torch.tensor([[sequence.length] for sequence in some], device=self.device)
-            positions_RN = starts_R1 + torch.arange(width, device=self.device)
-            mask = cache.view(first + done, positions_RN)
-            hidden_RNC = self.lm.base_model(token_ids_RN, attention_mask=mask, position_ids=positions_RN, past_key_values=cache, use_cache=True).last_hidden_state
-            last_R = torch.tensor(counts, device=self.device) - 1
-            logits.append(self.lm.get_output_embeddings()(hidden_RNC[torch.arange(len(some), device=self.device), last_R]))
-            for sequence, count in zip(some, counts):
-                sequence.length += count
-                sequence.unread = []
-            self.num_fed += sum(counts)
-            done += len(some)
-        return torch.cat(logits) if len(logits) > 1 else logits[0]
+    def _next_pass(self) -> list[Sequence]:
+        """Rows 0, 1, …: all that run, and those that have something to read as long as the pass has room."""
+        chosen, num_tokens = [], 0
+        for sequence in self.rows:
+            num_tokens += len(sequence.unread)
+            if sequence.state > READY or (chosen and num_tokens > PASS_TOKENS):
+                break
+            chosen.append(sequence)
+        return chosen
+
+    def _read(self, sequences: list[Sequence]) -> torch.Tensor:
+        """Feeds the unread tokens of `sequences`, which lie in cache rows 0, 1, …; returns the logits (R, V) after each."""
+        counts = [len(sequence.unread) for sequence in sequences]
+        spans = Spans([sequence.length for sequence in sequences], counts, self.device, self.cache.state.dtype)
+        self.cache.reserve(spans.length)
+        hidden_RC = self.decoder(torch.tensor([token for s in sequences for token in s.unread], device=self.device), spans, self.cache)
+        for sequence, count in zip(sequences, counts):
+            sequence.length += count
+            sequence.state, sequence.unread = RUNNING, []
+        self.num_fed += sum(counts)
+        return self.lm.get_output_embeddings()(hidden_RC)
 
     def _sample(self, sequences: list[Sequence], logits_SV: torch.Tensor) -> list[Stopped]:
         uniforms_S = torch.tensor([s.uniforms[len(s.token_ids)] for s in sequences], dtype=torch.float64, device=self.device)
@@ -287,16 +335,3 @@ class Engine:
             if any(stop in text for stop in self.stop_strings):
                 return "stop_string"
         return "length" if len(sequence.token_ids) == len(sequence.uniforms) else None
-
-
-def _chunks(items: list, widths: list[int], budget: int):
-    """Consecutive runs of `items` whose padded size (rows x widest) stays within `budget`; an oversized item goes alone."""
-    run, widest = [], 0
-    for item, width in zip(items, widths):
-        if run and (len(run) + 1) * max(widest, width) > budget:
-            yield run
-            run, widest = [], 0
-        run.append(item)
-        widest = max(widest, width)
-    if run:
-        yield run

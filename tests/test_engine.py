@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import make_lm
 
-from lld.engine import Engine, _chunks, sample_tokens
+from lld.engine import Engine, sample_tokens
 from lld.policy import Policy
 from lld.protocol import STOP_STRINGS
 
@@ -168,7 +168,3 @@ def test_sliding_window_models_are_refused(tokenizer):
     lm.config.layer_types = ["full_attention", "sliding_attention"]
     with pytest.raises(ValueError, match="sliding_attention"):
         new_engine(lm, tokenizer)
-
-
-def test_chunks_respect_the_padded_budget():
-    assert list(_chunks([1, 2, 3, 4], [4, 4, 9, 1], 8)) == [[1, 2], [3], [4]]

@@ -1,0 +1,73 @@
+"""One forward pass of packed tokens through a decoder, with keys and values in the engine's cache.
+
+Llama, Qwen2 and Qwen3 decoders are run layer by layer here, through their own modules: transformers' forward takes twice the
+operations, which is what a small batch costs, and computes the last layer for tokens whose output nobody reads. Every other
+decoder, and one whose weights are sharded, goes through its own forward; both ways the numbers agree to rounding.
+"""
+
+import torch
+from torch.nn.functional import silu
+
+from lld import attention
+from lld.attention import Spans
+
+KINDS = ("llama", "qwen2", "qwen3")
+ROPES = ("default", "linear", "llama3", "yarn")  # angles that do not depend on the length of the sequence
+
+
+class Decoder:
+    """`lm`'s body as a function of packed tokens; reads the weights but never keeps them."""
+
+    def __init__(self, lm):
+        self.lm, self.base, config = lm, lm.base_model, lm.config
+        rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+        plain = all(type(parameter) is torch.nn.Parameter for parameter in lm.parameters())  # FSDP's are DTensors
+        self.direct = config.model_type in KINDS and rope in ROPES and config.hidden_act == "silu" and plain
+        self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.cos_T1D = torch.empty(0)
+        if not self.direct:
+            lm.set_attn_implementation(attention.NAME)
+
+    def __call__(self, token_ids_N: torch.Tensor, spans: Spans, cache) -> torch.Tensor:
+        """The last hidden states (A, C) after the last token of each of the A rows; writes the keys and values of all tokens."""
+        cache.spans = spans
+        if not self.direct:
+            inputs = dict(position_ids=spans.positions_N[None], past_key_values=cache, use_cache=True, spans=spans)
+            hidden_NC = self.base(token_ids_N[None], **inputs).last_hidden_state[0]
+            return hidden_NC if spans.last_R is None else hidden_NC[spans.last_R]
+        hidden_NC = self.base.embed_tokens(token_ids_N)
+        cos_N1D, sin_N1D = self._angles(spans, hidden_NC)
+        for number, layer in enumerate(self.base.layers):
+            attn, normed_NC = layer.self_attn, _rms_norm(hidden_NC, layer.input_layernorm)
+            heads = lambda project, norm: self._heads(project(normed_NC), getattr(attn, norm, None))
+            keys, values = cache.write(number, _rotate(heads(attn.k_proj, "k_norm"), cos_N1D, sin_N1D), heads(attn.v_proj, ""))
+            if number == len(self.base.layers) - 1 and spans.last_R is not None:  # of the last layer only each row's last token is read
+                hidden_NC, normed_NC, cos_N1D, sin_N1D = (x[spans.last_R] for x in (hidden_NC, normed_NC, cos_N1D, sin_N1D))
+                spans = spans.last
+            query = _rotate(heads(attn.q_proj, "q_norm"), cos_N1D, sin_N1D)
+            hidden_NC = hidden_NC + attn.o_proj(spans.attend(query, keys, values, attn.scaling).flatten(1))
+            normed_NC = _rms_norm(hidden_NC, layer.post_attention_layernorm)
+            hidden_NC = hidden_NC + layer.mlp.down_proj(silu(layer.mlp.gate_proj(normed_NC)) * layer.mlp.up_proj(normed_NC))
+        return _rms_norm(hidden_NC, self.base.norm)
+
+    def _heads(self, x_NC: torch.Tensor, norm) -> torch.Tensor:
+        x_NHD = x_NC.view(len(x_NC), -1, self.dim)
+        return x_NHD if norm is None else _rms_norm(x_NHD, norm)
+
+    def _angles(self, spans: Spans, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin (N, 1, D) of the tokens' positions, from a table that the model's own module fills."""
+        if len(self.cos_T1D) < spans.length:
+            positions_1T = torch.arange(2 * spans.length, device=like.device)[None]
+            cos_1TD, sin_1TD = self.base.rotary_emb(like, positions_1T)
+            sin_1TD[..., : self.dim // 2] *= -1  # so that rotating is x * cos + roll(x) * sin
+            self.cos_T1D, self.sin_T1D = cos_1TD[0, :, None], sin_1TD[0, :, None]
+        return self.cos_T1D[spans.positions_N], self.sin_T1D[spans.positions_N]
+
+
+def _rotate(x_NHD: torch.Tensor, cos_N1D: torch.Tensor, sin_N1D: torch.Tensor) -> torch.Tensor:
+    return torch.addcmul(x_NHD * cos_N1D, x_NHD.roll(x_NHD.shape[-1] // 2, -1), sin_N1D)
+
+
+def _rms_norm(x: torch.Tensor, norm) -> torch.Tensor:
+    wide = x.float()
+    return norm.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.variance_epsilon)).to(x.dtype)
