@@ -245,7 +245,7 @@ def test_search_failure_of_one_process_reaches_the_others(world, monkeypatch):
     def failing(queries):
         raise RetrieverError("retriever gone")
 
-    for own_search, from_peer in ((search, [[], ["retriever gone"]]), (failing, [[], []])):
+    for own_search, from_peer in ((search, [[], [RetrieverError("retriever gone")]]), (failing, [[], []])):
         monkeypatch.setattr(evaluate, "gather_object", lambda items: from_peer.pop(0) + items)
         with pytest.raises(RetrieverError, match="retriever gone"):
             evaluate.evaluate_questions(engine, tokenizer, [Question("q", "of kind alpha", ("x",), "nq")], own_search, cfg, seed=0, accelerator=SimpleNamespace(process_index=0, num_processes=2))
