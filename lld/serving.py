@@ -46,11 +46,11 @@ class Batcher:
     """Answers queries of many requests with few searches of the retriever.
 
     A search begins when `max_batch` queries wait, or none has come for `max_wait_s`, at the latest a quarter of the last
-    search's time after the first: those who were just answered ask again, and half a batch costs more than half. `num_searches`
-    run side by side, each on one of the threads that share what waits: 1 suits a GPU; on a CPU, searches with a core each
-    answer nearly twice as many as one search on two cores. PyTorch's threads are shared out among them, and a search that is
-    alone gets all. A query that waits or runs already is not searched for twice. All methods but the search itself run in the
-    event loop.
+    search's time after the first: those who were just answered ask again, and half a batch costs more than half. A query that
+    comes alone after one that was alone is not kept waiting. `num_searches` run side by side, each on one of the threads that
+    share what waits: 1 suits a GPU; on a CPU, searches with a core each answer nearly twice as many as one search on two
+    cores. PyTorch's threads are shared out among them, and a search that is alone gets all. A query that waits or runs already
+    is not searched for twice. All methods but the search itself run in the event loop.
     """
 
     def __init__(self, retriever, *, max_batch: int = 256, max_wait_s: float = 0.005, max_waiting: int = 16384, cache_size: int = 100_000, num_searches: int = 1):
@@ -59,7 +59,7 @@ class Batcher:
         self.waiting: collections.OrderedDict[tuple[int, str], asyncio.Future] = collections.OrderedDict()
         self.running: dict[tuple[int, str], asyncio.Future] = {}
         self.arrived, self.threads, self.tasks, self.num_searches, self.num_busy = asyncio.Event(), ThreadPoolExecutor(num_searches, "search"), set(), num_searches, 0
-        self.num_threads = torch.get_num_threads()
+        self.num_threads, self.last_batch = torch.get_num_threads(), 0
         self.started, self.latencies_s = time.monotonic(), collections.deque(maxlen=LATENCIES)
         self.counts = collections.Counter(requests=0, queries=0, failed=0, batches=0, searched=0, largest_batch=0)
 
@@ -96,14 +96,20 @@ class Batcher:
 
     def _start(self) -> None:
         if self.waiting and len(self.tasks) < self.num_searches:
-            task = asyncio.create_task(self._work())
-            self.tasks.add(task)
-            task.add_done_callback(self.tasks.discard)
+            self.tasks.add(asyncio.create_task(self._run()))
+
+    async def _run(self) -> None:
+        try:
+            await self._work()
+        finally:  # at once: a callback of the task comes a turn of the loop later, and a query of that turn would wait for ever
+            self.tasks.discard(asyncio.current_task())
 
     async def _work(self) -> None:
-        last_s = 0.0
+        last_s, lone = 0.0, self.last_batch == 1 and len(self.waiting) == 1  # a client that is alone need not wait for company
         while self.waiting:
-            await self._gather(max(self.max_wait_s, last_s / 4))
+            if not lone:
+                await self._gather(max(self.max_wait_s, last_s / 4))
+            lone = False
             if not self.waiting:  # another search took them
                 return
             topk = next(iter(self.waiting))[0]  # one topk a search: an approximate index answers 3 of 10 other than 3 of 3
@@ -112,7 +118,7 @@ class Batcher:
             futures = {key: self.waiting.pop(key) for key in keys}
             num_threads = max(1, self.num_threads // self.num_searches) if self.running or self.waiting else self.num_threads
             self.running |= futures
-            self.num_busy += 1
+            self.num_busy, self.last_batch = self.num_busy + 1, len(keys)
             self._start()
             began = time.monotonic()
             try:

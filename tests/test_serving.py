@@ -94,6 +94,35 @@ def test_a_lone_request_waits_no_longer_than_it_must():
     assert 0.04 < time.perf_counter() - started < 1
 
 
+def test_a_client_that_stays_alone_waits_for_company_once():
+    async def run():
+        batcher, lone = Batcher(Slow(0), max_wait_s=0.2), []
+        for number in range(5):
+            started = time.perf_counter()
+            await batcher.search([f"q{number}"], 1)
+            lone.append(time.perf_counter() - started)
+        started = time.perf_counter()
+        await asyncio.gather(*(batcher.search([f"r{number}"], 1) for number in range(9)))
+        return lone, batcher.stats()["batches"]
+
+    lone, batches = asyncio.run(run())
+    assert lone[0] > 0.19 and max(lone[1:]) < 0.15
+    assert batches == {"count": 5 + 1, "mean": round((5 + 9) / 6, 2), "largest": 9}
+
+
+def test_a_query_that_comes_while_a_search_ends_is_not_forgotten():
+    """Asked in the very turn of the event loop in which the one before was answered, again and again."""
+
+    async def run():
+        batcher = Batcher(Slow(0), max_wait_s=0.001)
+        for number in range(50):
+            await batcher.search([f"q{number}"], 1)
+        await batcher.close()
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+
 def test_a_query_is_searched_for_once_however_many_ask():
     retriever = Slow()
     found, stats = together(retriever, [(["same", "same"], 1)] * 9)
