@@ -249,7 +249,7 @@ def build(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
     reference = frozen(load_lm(cfg.model)) if cfg.loss.kl_weight > 0 else None
     anchor = frozen(copy.deepcopy(lm)) if cfg.loss.lld_lag_steps else None
     policy = Policy(lm)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, betas=cfg.optim.betas, weight_decay=cfg.optim.weight_decay)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, betas=cfg.optim.betas, weight_decay=cfg.optim.weight_decay, fused=True)
     first_step, snapshots = 0, []
     if resumed is not None:
         state = checkpoint.load_trainer_state(resumed, expected_shapes(cfg.model))
