@@ -66,11 +66,10 @@ class Spans:
             self.varlen = (offsets, max(counts), self.ends_R.to(torch.int32), torch.arange(self.num_rows, device=device, dtype=torch.int32)[:, None])
             return
         self.varlen = None
-        visible = lambda length, positions: torch.where(torch.arange(length, device=device) <= positions[..., None], 0.0, -torch.inf).to(dtype)
-        self.single_mask = visible(self.lengths[0], self.ends_R[: self.num_single, None, None] - 1)
+        self.single_mask = _mask(self.lengths[0], self.ends_R[: self.num_single, None, None], dtype)
         if self.last is not self:
             first_R1 = (self.ends_R - counts_R)[self.num_single :, None]
-            self.mask = visible(self.lengths[1], (first_R1 + torch.arange(self.longest, device=device))[:, None])
+            self.mask = _mask(self.lengths[1], (first_R1 + torch.arange(1, self.longest + 1, device=device))[:, None], dtype)
 
     def attend(self, query_NHD, keys_RTHD, values_RTHD, scale) -> torch.Tensor:
         """(N, H, D): each token over the keys of its row up to itself. `keys` are those of the A rows, any T that holds the longest."""
@@ -91,6 +90,12 @@ class Spans:
             attended = scaled_dot_product_attention(query, key, value, attn_mask=self.mask, scale=scale, enable_gqa=True)
             out.append(attended.transpose(1, 2).reshape(-1, num_heads, dim)[self.padded_P])
         return torch.cat(out) if len(out) > 1 else out[0]
+
+
+def _mask(length: int, num_visible: torch.Tensor, dtype) -> torch.Tensor:
+    """(…, length): 0 on the first `num_visible` (…) keys, -inf on the others."""
+    hidden = torch.arange(length, device=num_visible.device) >= num_visible[..., None]
+    return torch.zeros(hidden.shape, device=hidden.device, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
 def attend(module, query_BHND, key_BHND, value_BHND, attention_mask, *, scaling=None, dropout=0.0, row_lengths: RowLengths | None = None, spans: Spans | None = None, **kwargs):

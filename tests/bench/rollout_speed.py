@@ -93,7 +93,7 @@ def shaped_tokenizer(num_words: int):
     from transformers import PreTrainedTokenizerFast
 
     special, tags = ["<|endoftext|>", "<|im_end|>", "<|im_start|>", "<unk>"], [f"<{slash}{name}>" for name in ("think", "search", "answer", "information") for slash in ("", "/")]
-    words = special + tags + ["user", "assistant", "query", "gold", "noise", "noise2"] + [f"{kind}{i}" for kind in ("s", "a") for i in range(num_words)] + [f"word{i}" for i in range(100)]
+    words = special + tags + ["user", "assistant", "topic", "gold", "noise", "noise2"] + [f"{kind}{i}" for kind in ("s", "a") for i in range(num_words)] + [f"word{i}" for i in range(100)]
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(__import__("tokenizers").Regex(r"\w+|[^\w\s]"), "removed", invert=True)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", unk_token="<unk>", additional_special_tokens=["<|im_start|>"])
@@ -115,7 +115,7 @@ def half_billion_world(num_words: int = 40, num_layers: int = 24, num_questions:
     ids = lambda text: tokenizer.encode(text, add_special_tokens=False)
     after: dict[int, list[int]] = {}  # token -> tokens that lead to it
     lead = lambda source, target: after.setdefault(ids(target)[0], []).append(ids(source)[0])
-    for kind, tag, word in (("s", "search", "query"), ("a", "answer", "gold")):
+    for kind, tag, word in (("s", "search", "topic"), ("a", "answer", "gold")):
         for i in range(num_words - 1):
             lead(f"{kind}{i + 1}", f"{kind}{i}")
         for i in range(10, num_words):
