@@ -45,7 +45,7 @@ from lld.engine import Engine
 from lld.protocol import Passage
 from lld.rollout import rollout
 
-TEMPLATE = "{% for m in messages %}{% if m['role'] == 'tool' %}{{ m['content'] }}{% else %}<|im_start|>{{ m['role'] }}\n{{ (m['content'] or '').split('Question: ')[-1].strip() }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt and messages[-1]['role'] != 'tool' %}<|im_start|>assistant\n{% endif %}"  # fmt: skip
+TEMPLATE = "{% for m in messages %}{% if m['role'] == 'tool' %}{{ m['content'] }}{% else %}<|im_start|>{{ m['role'] }}\n{{ (m['content'] or '').split('Question: ')[-1].strip() }}{{ m['tool_calls'] if m['tool_calls'] }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt and messages[-1]['role'] != 'tool' %}<|im_start|>assistant\n{% endif %}"  # fmt: skip
 
 
 @dataclass
