@@ -125,20 +125,22 @@ def sample_tokens(logits_SV: torch.Tensor, uniforms_S: torch.Tensor, temperature
     if temperature != 1:
         logits_SV = logits_SV / temperature
     if top_p < 1:
-        logits_SV = _nucleus(logits_SV.log_softmax(-1), top_p)
+        logits_SV = _nucleus(logits_SV, top_p)
     largest_S1 = logits_SV.amax(-1, keepdim=True)
     token_S, total_S = _invert_cdf((logits_SV - largest_S1).exp_(), uniforms_S)
     return token_S, (logits_SV.gather(-1, token_S[:, None]) - largest_S1)[:, 0] - total_S.log().float()
 
 
-def _nucleus(logprobs_SV: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The log-probabilities of each row's nucleus, -inf elsewhere; sorts only the likeliest tokens where they hold it."""
-    for num in (TOP, logprobs_SV.shape[-1]):
-        best_SK, order_SK = logprobs_SV.topk(min(num, logprobs_SV.shape[-1]))
-        before_SK = best_SK.exp().cumsum(-1) - best_SK.exp()
+def _nucleus(logits_SV: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The logits of each row's nucleus, -inf elsewhere; sorts only the likeliest tokens where they hold it."""
+    total_S1 = (logits_SV - logits_SV.amax(-1, keepdim=True)).exp_().sum(-1, keepdim=True, dtype=torch.float64)
+    for num in (TOP, logits_SV.shape[-1]):
+        best_SK, order_SK = logits_SV.topk(min(num, logits_SV.shape[-1]))
+        share_SK = (best_SK - best_SK[:, :1]).exp().double() / total_S1
+        before_SK = share_SK.cumsum(-1) - share_SK
         if bool((before_SK[:, -1] >= top_p).all()):
             break
-    return torch.full_like(logprobs_SV, -torch.inf).scatter_(-1, order_SK, best_SK.masked_fill(before_SK >= top_p, -torch.inf))
+    return torch.full_like(logits_SV, -torch.inf).scatter_(-1, order_SK, best_SK.masked_fill(before_SK >= top_p, -torch.inf))
 
 
 def _invert_cdf(weights_SV: torch.Tensor, uniforms_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
