@@ -18,6 +18,7 @@ except ImportError:
     varlen_attn = None
 
 NAME = "lld"
+PAGED = False  # whether the engine reads its cache by the varlen kernel on a GPU; off until it has run on one (tests/bench/rollout_gpu.py --paged)
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Spans:
 
     Rows with one token come first: they attend as one batch (A1, H, G, D) in which the G query heads of a key head are its
     queries; the others as a second one, padded to the longest. Masks are float, made once for all layers: SDPA would make
-    them of a boolean one in each. On a GPU in half precision the varlen kernel reads the cache by row instead, every row a page.
+    them of a boolean one in each. With PAGED the varlen kernel reads the cache by row instead, every row a page, and nothing is padded.
     """
 
     def __init__(self, starts: list[int], counts: list[int], device, dtype):
@@ -61,7 +62,7 @@ class Spans:
             self.longest = max(counts)
             self.padded_P = (self.rows_N - self.num_single)[self.num_single :] * self.longest + within_N[self.num_single :]
         self.lengths = (max(ends[: self.num_single], default=0), max(ends[self.num_single :], default=0))
-        if varlen_attn is not None and torch.device(device).type == "cuda" and dtype in (torch.float16, torch.bfloat16):
+        if PAGED and torch.device(device).type == "cuda" and dtype in (torch.float16, torch.bfloat16):
             offsets = torch.nn.functional.pad(torch.tensor(counts, device=device).cumsum(0), (1, 0)).to(torch.int32)
             self.varlen = (offsets, max(counts), self.ends_R.to(torch.int32), torch.arange(self.num_rows, device=device, dtype=torch.int32)[:, None])
             return

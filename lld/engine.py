@@ -189,7 +189,10 @@ class Engine:
         last = tuple(stop[-1] for stop in stop_strings)
         tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
         # A stop string can only end in a token that contains its last character; only there is text looked at.
-        self.may_stop = frozenset(i for i, token in enumerate(tokens) if token and any(char in token for char in last))
+        # An added token is its text and nothing else, so of these only those that can be the end of a stop string.
+        added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}
+        ends = lambda text: any(stop.endswith(text[: i + 1]) or text[: i + 1].endswith(stop) for stop in stop_strings for i, char in enumerate(text) if char == stop[-1])
+        self.may_stop = frozenset(i for i, token in enumerate(tokens) if token and any(char in token for char in last) and (i not in added or ends(added[i])))
         self.tail = 2 * max(map(len, stop_strings), default=0) + 8
         self.num_fed = 0  # tokens pushed through the model, padding excluded
 

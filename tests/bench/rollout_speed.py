@@ -139,7 +139,7 @@ def half_billion_world(scale: int = 4, num_questions: int = 2, num_samples: int 
 
 def ours(world: World, num_slots: int | None = None) -> int:
     num_slots = num_slots or len(world.questions) * world.num_samples
-    engine = Engine(world.lm, world.tokenizer, num_slots=num_slots, temperature=1.0, top_p=1.0, stop_strings=protocol.STOP_STRINGS, eos_ids=(world.tokenizer.eos_token_id,))
+    engine = world.engine = Engine(world.lm, world.tokenizer, num_slots=num_slots, temperature=1.0, top_p=1.0, stop_strings=protocol.STOP_STRINGS, eos_ids=(world.tokenizer.eos_token_id,))
     world.episodes = rollout(engine, world.tokenizer, world.questions, world.search, num_samples=world.num_samples, seed=0, step=0, **world.budgets)
     return sum(episode.num_model_tokens for episode in world.episodes)
 
