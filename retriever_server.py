@@ -133,9 +133,9 @@ def make_app(retriever, topk: int, limits: Limits = Limits(), **batching) -> Fas
 
 
 def default_searches() -> int:
-    """As many as fill the cores this process may use, given the threads that PyTorch takes for one search."""
+    """One where there is a GPU; on a CPU one a core, but no more than 4, lest batches get small."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return 1 if torch.cuda.is_available() else max(1, cores // torch.get_num_threads())
+    return 1 if torch.cuda.is_available() else min(cores, 4)
 
 
 def parse_options(arguments: list[str] | None = None) -> tuple[config.Retriever, argparse.Namespace]:
@@ -159,7 +159,7 @@ def parse_options(arguments: list[str] | None = None) -> tuple[config.Retriever,
     parser.add_argument("--max-body-mb", type=float, default=Limits.body_mb, help="default %(default)s")
     parser.add_argument("--max-batch", type=int, default=256, help="queries searched for at once (default %(default)s)")
     parser.add_argument("--max-wait-ms", type=float, default=5.0, help="how long a query may wait for company (default %(default)s)")
-    parser.add_argument("--searches", type=int, default=default_searches(), help="searches side by side (default %(default)s here: the cores, or 1 where there is a GPU or each search may use them all)")
+    parser.add_argument("--searches", type=int, default=default_searches(), help="searches side by side (default %(default)s here: the cores, at most 4, or 1 where there is a GPU)")
     parser.add_argument("--cache-size", type=int, default=100_000, help="searches remembered; 0 for none (default %(default)s)")
     args = parser.parse_args(arguments)
     given = {name: getattr(args, name) for name in kinds if getattr(args, name, None) is not None}

@@ -5,10 +5,12 @@ import re
 import threading
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import AutoModel, AutoTokenizer
 
 CHARACTERS_A_TOKEN = 128  # what lies beyond is cut before it is tokenized: WordPiece reads words of up to 100 letters
+PASS_TOKENS = {"cpu": 32, "cuda": 2048}  # a forward pass costs this much beyond its tokens: weights to read (measured), kernels to launch (a guess)
 
 
 def encoder_style(name: str) -> dict[str, str]:
@@ -35,6 +37,25 @@ def encoder_style(name: str) -> dict[str, str]:
     return style
 
 
+def cut_batches(lengths: list[int], most: int, pass_tokens: int) -> list[tuple[int, int]]:
+    """Cuts ascending `lengths` into batches [start, end) of up to `most` so that padded tokens, and `pass_tokens` a batch, are fewest in sum.
+
+    >>> cut_batches([5, 5, 6, 40], 16, 8)
+    [(0, 3), (3, 4)]
+    """
+    costs, starts = np.zeros(len(lengths) + 1, np.int64), [0] * (len(lengths) + 1)
+    for end, longest in enumerate(lengths, start=1):
+        first = max(0, end - most)
+        of_start = costs[first:end] + longest * np.arange(end - first, 0, -1)
+        starts[end] = first + int(of_start.argmin())
+        costs[end] = of_start.min() + pass_tokens
+    batches, end = [], len(lengths)
+    while end:
+        batches.append((starts[end], end))
+        end = starts[end]
+    return batches[::-1]
+
+
 class Encoder:
     """A text encoder from a hub name or folder: fp16 on a GPU, fp32 on the CPU; safe to call from several threads.
 
@@ -54,19 +75,19 @@ class Encoder:
         self.lock = threading.Lock()  # a fast tokenizer refuses two threads at once ("Already borrowed")
 
     @torch.inference_mode()
-    def encode(self, texts: list[str], kind: str, batch_size: int = 16, progress=None) -> torch.Tensor:
+    def encode(self, texts: list[str], kind: str, batch_size: int = 256, progress=None) -> torch.Tensor:
         """Unit vectors (Q, D), float32 on the CPU, of "query" or "passage" texts cut at `max_tokens`, in the order given.
 
-        Texts of like length share a batch, so that little is padded. The same texts and `batch_size` make the same batches,
-        so the same bits. `progress(n)` is told of every n texts done.
+        Texts of like length share a batch of `batch_size` or fewer, so that little is padded. The same texts and `batch_size`
+        make the same batches, so the same bits. `progress(n)` is told of every n texts done.
         """
         most = CHARACTERS_A_TOKEN * self.max_tokens
         with self.lock:
             tokens = self.tokenizer([self.style[kind] + text[:most] for text in texts], truncation=True, max_length=self.max_tokens) if texts else {}
         order = sorted(range(len(texts)), key=lambda row: (len(tokens["input_ids"][row]), row))
         vectors_QD = torch.empty(len(texts), self.dim)
-        for start in range(0, len(texts), batch_size):
-            rows = order[start : start + batch_size]
+        for start, end in cut_batches([len(tokens["input_ids"][row]) for row in order], batch_size, PASS_TOKENS[self.device.type]):
+            rows = order[start:end]
             with self.lock:
                 padded = self.tokenizer.pad({name: [ids[row] for row in rows] for name, ids in tokens.items()}, return_tensors="pt").to(self.device)
             hidden_QTD = self.model(**padded).last_hidden_state.float()

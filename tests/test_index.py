@@ -1,6 +1,7 @@
 """Building an index folder: killed and gone on with, copied from a flat file, refused where it does not match; what it needs of memory."""
 
 import dataclasses
+import itertools
 import json
 import os
 import random
@@ -21,7 +22,7 @@ from lld import index as index_module
 from lld import memory, retrieval
 from lld.config import Retriever
 from lld.corpus import Corpus
-from lld.encoder import Encoder
+from lld.encoder import Encoder, cut_batches
 from lld.index import Vectors, build_index, faiss_factory
 from lld.retrieval import nearest, open_retriever
 
@@ -297,8 +298,24 @@ def test_shuffled_lengths_share_batches_by_length(folder):
     encoder, seen = Encoder(str(folder / "tiny-e5")), []
     model = encoder.model
     encoder.model = lambda **tokens: seen.append(tokens["attention_mask"].sum(1).tolist()) or model(**tokens)
-    encoder.encode([" ".join(["w1"] * random.Random(i).randint(1, 60)) for i in range(64)], "passage", batch_size=8)
-    assert len(seen) == 8 and all(max(a) <= min(b) for a, b in zip(seen, seen[1:]))
+    texts = [" ".join(["w1"] * random.Random(i).randint(1, 60)) for i in range(64)]
+    vectors_QD = encoder.encode(texts, "passage", batch_size=8)
+    assert sum(map(len, seen)) == 64 and max(map(len, seen)) <= 8 and len(seen) < 12 and all(max(a) <= min(b) for a, b in zip(seen, seen[1:]))
+    np.testing.assert_allclose(vectors_QD, np.concatenate([encoder.encode([text], "passage") for text in texts]), atol=1e-6)
+
+
+def test_batches_are_cut_where_it_costs_least():
+    """Against every way to cut; cost: padded tokens, and so many a batch."""
+    draw = random.Random(0)
+    for most, pass_tokens in itertools.product((1, 3, 9), (0, 7, 50)):
+        lengths = sorted(draw.choice((4, 5, 20, 21, 60)) for _ in range(9))
+        cost = lambda cuts: sum(pass_tokens + (end - start) * lengths[end - 1] for start, end in cuts)
+        ways = ([(a, b) for a, b in itertools.pairwise([0, *inner, 9])] for count in range(9) for inner in itertools.combinations(range(1, 9), count))
+        best = min(cost(cuts) for cuts in ways if all(end - start <= most for start, end in cuts))
+        cuts = cut_batches(lengths, most, pass_tokens)
+        assert cost(cuts) == best and all(end - start <= most for start, end in cuts)
+        assert [row for start, end in cuts for row in range(start, end)] == list(range(9))
+    assert cut_batches([], 8, 32) == []
 
 
 def test_a_very_long_query_is_cut_before_it_is_tokenized(folder):

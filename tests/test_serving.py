@@ -71,6 +71,23 @@ def test_searches_side_by_side_share_what_waits():
     assert [hits[0][0].contents for hits in found] == [f"q{i} 0" for i in range(30)] and stats["queue"] == {"waiting": 0, "running": 0}
 
 
+def test_searches_side_by_side_share_the_threads_and_a_lone_one_has_all():
+    import torch
+
+    retriever, before = Slow(0.1), torch.get_num_threads()
+    search, threads = retriever.search, []
+    retriever.search = lambda queries, topk: threads.append((len(queries), torch.get_num_threads())) or search(queries, topk)
+    torch.set_num_threads(4)
+    try:
+        together(retriever, [(["q"], 1)], num_searches=2)
+        together(retriever, [([f"q{i}"], 1) for i in range(6)], num_searches=2)
+        together(retriever, [([f"q{i}"], 1) for i in range(6)], num_searches=1)
+        assert torch.get_num_threads() == 4, "the caller's own threads were changed"
+    finally:
+        torch.set_num_threads(before)
+    assert threads == [(1, 4), (3, 2), (3, 2), (6, 4)]
+
+
 def test_a_lone_request_waits_no_longer_than_it_must():
     started = time.perf_counter()
     together(Slow(0), [(["q"], 1)], max_wait_s=0.05)

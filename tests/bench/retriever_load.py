@@ -3,16 +3,19 @@
     python tests/bench/retriever_load.py --index FOLDER --corpus ../shared/data/corpus.jsonl.gz --encoder FOLDER
 
 The plain server is what Search-R1's is: FastAPI, a synchronous handler (so a thread a request), one encoding and one FAISS
-search a request; same encoder, same flat index. Each of the N clients asks one question after another, of one query each,
-all different, so the cache never helps; "again" asks ours the same questions a second time. The clients are one process of
-their own (asyncio, raw HTTP/1.1 over kept connections), the server another. "CPU ms" is what a server burns a query, which other
-work on the machine does not distort as it distorts throughput (the plain server's 40 threads push other processes aside, our 2 do not).
+search a request; same encoder, same flat index, same web server (uvicorn with httptools and uvloop, where installed), same
+environment: with OMP_NUM_THREADS unset, as users start both, PyTorch takes all cores for each search of either. Each of the N
+clients asks one query after another: the real questions of ../shared in a random order, all different (when all were asked,
+again with a word added), so that the cache never helps; "again" asks ours the same a second time, so that it always does.
+`--group G` lets G clients at a time ask the same. The clients are one process of their own (asyncio, raw HTTP/1.1 over
+kept connections), the server another. "CPU ms" is what a server burns a query, which other work on the machine distorts least.
 """
 
 import argparse
 import asyncio
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -105,6 +108,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
     args = parser.parse_args()
     questions = [json.loads(line)["question"] for path in sorted((ROOT.parent / "shared" / "data" / "qa").glob("*.jsonl")) for line in path.open()]
+    random.Random(0).shuffle(questions)  # those of one benchmark are alike in length
     fresh = [f"{question} {tail}".strip() for tail in ("", "please", "now", "exactly", "today", "really") for question in questions]
     fresh = [query for query in fresh for _ in range(args.group)]
     ours = [sys.executable, "retriever_server.py", "--index", args.index, "--corpus", args.corpus, "--encoder", args.encoder, "--device", "cpu", "--port"]
