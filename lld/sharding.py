@@ -28,14 +28,16 @@ def check_launch() -> None:
         raise ValueError("`accelerate launch --cpu --num_processes N` starts one process only unless MPI is installed; use `torchrun --standalone --nproc_per_node N train.py …`, or configs/accelerate/cpu-2.yaml")
     if asked("FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
         raise ValueError(f"fsdp_version = {os.environ.get('FSDP_VERSION', '1')} in accelerate's configuration: train.py shards with fully_shard, set `fsdp_version: 2` (as in configs/accelerate/)")
+    if asked("DEEPSPEED"):
+        raise ValueError("train.py does not train with DeepSpeed: its engine steps inside the backward pass, where a gradient that is not finite could not be skipped, and its checkpoints open with pickle; FSDP2 shards the same things as ZeRO-3: take configs/accelerate/gpu-4.yaml")
     for name in ("MEGATRON_LM", "PARALLELISM_CONFIG"):
         if asked(name):
             raise ValueError(f"accelerate's configuration sets use_{name.lower()}: train.py trains with DDP or with fsdp_version 2 over all processes; take a file of configs/accelerate/")
 
 
 def is_asked(accelerator: Accelerator) -> bool:
-    """Whether weights are to be sharded; one process has nobody to share with."""
-    return asked("FSDP") and accelerator.num_processes > 1
+    """Whether weights are to be sharded (by one process of its own, launched as a group, to have them wait in CPU memory)."""
+    return asked("FSDP") and torch.distributed.is_initialized()
 
 
 def is_sharded(policy) -> bool:
