@@ -268,6 +268,8 @@ def influence(args: argparse.Namespace) -> dict:
     training = load_questions(cfg.data.train, split=cfg.data.train_split, sources=cfg.data.train_sources)
     questions = questions_of_step(training, 0, min(args.questions, len(training)), cfg.run.seed)
     check_prompts(tokenizer, questions, cfg.rollout.max_prompt_tokens)
+    if asked("FSDP"):
+        raise ValueError("lld.influence analyses a whole model in one process: start it without an FSDP configuration of accelerate")
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision="no")  # half precision rounds such small changes away
     policy = accelerator.prepare_model(Policy(lm))
     print(f"playing {len(questions)} training questions, {args.group_size} episodes each", flush=True)

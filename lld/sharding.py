@@ -113,10 +113,8 @@ def rollout_copy(lm, accelerator: Accelerator):
     Buffers keep their type: rotary frequencies do not bear bf16.
     """
     dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
-    twin = copy.deepcopy(lm).requires_grad_(False).eval()
-    for weight in twin.parameters():
-        weight.data = weight.data.to(dtype)
-    return twin.to(accelerator.device)
+    weights = {id(weight): torch.nn.Parameter(weight.detach().to(accelerator.device, dtype, copy=True), requires_grad=False) for weight in lm.parameters()}
+    return copy.deepcopy(lm, weights).to(accelerator.device).eval()  # deepcopy takes these for copies made already, tied ones once
 
 
 @torch.no_grad()

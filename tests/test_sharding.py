@@ -21,13 +21,13 @@ from lld import checkpoint, config, sharding
 from lld.evaluate import evaluate_questions
 from lld.update import micro_batches, plan_updates
 
-STEPS = 4
+STEPS = 3
 LAUNCH = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file", str(ROOT / "configs" / "accelerate" / "cpu-2.yaml")]
 
 
 def small(folder: Path, name: str, **rollout) -> Path:
     run = {"dir": str(folder / name), "steps": STEPS, "save_every": 2, "keep_checkpoints": 0, "watchdog_s": 90}
-    return write_config(folder, name, run=run, rollout={"num_questions": 3, "group_size": 4, "max_new_tokens": 24, "num_slots": 8, **rollout}, eval={"every": 2, "max_questions": 4}, monitor={"rescore_every": 1})
+    return write_config(folder, name, run=run, rollout={"num_questions": 3, "group_size": 4, "max_new_tokens": 24, "num_slots": 8, **rollout}, eval={"every": STEPS, "at_start": False, "max_questions": 4}, monitor={"rescore_every": 1})
 
 
 def begun_elsewhere(folder: Path, source: str, name: str) -> Path:
@@ -141,7 +141,7 @@ def weights_of(folder: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["sharded", "ddp", "one_to_two", "two_to_one"])
 def test_whole_runs_end_where_one_process_does(found, folder, name):
-    """Four steps with rollouts, played, trained and evaluated on two processes, or begun on one and continued on two, or the other way round.
+    """Steps with rollouts, played, trained and evaluated on two processes, or begun on one and continued on two, or the other way round.
 
     Seeds belong to questions, so until rounding tips a first sample the runs are the same one; these are short enough.
     """
@@ -152,7 +152,7 @@ def test_whole_runs_end_where_one_process_does(found, folder, name):
     for two, one in zip(rows(folder / name), rows(folder / "alone"), strict=True):
         assert two.keys() == one.keys()
         for key in ("reward/mean", "response_tokens", "searches", "entropy", "likelihood/incorrect_old", "loss/lld", "grad_norm", "final/displacement/all", "eval/tiny/em"):
-            assert two.get(key) == pytest.approx(one.get(key), rel=1e-3, abs=1e-5), (two["step"], key)
+            assert key not in one or two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), (two["step"], key)
         assert two["sampler_gap/max"] < 1e-4
 
 
@@ -175,7 +175,7 @@ def test_a_checkpoint_of_shards_evaluates_identically(found, folder):
 
 
 def test_a_process_without_questions_does_not_hang_the_other(found, folder):
-    assert found["codes"]["idle"] == 0 and len(rows(folder / "idle")) == STEPS
+    assert found["codes"]["idle"] == 0 and len(rows(folder / "idle")) == 1
 
 
 def test_what_cannot_be_sharded_is_refused(found, folder, capsys, monkeypatch):
