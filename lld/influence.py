@@ -37,6 +37,7 @@ from lld.monitor import PARTS, first_passages
 from lld.policy import Policy, check_fit, eos_ids, load_lm, load_tokenizer, token_scores
 from lld.reward import score_episodes
 from lld.rollout import Search, check_prompts, rollout
+from lld.sharding import asked
 from lld.tools import RetrieverError, make_search
 from lld.update import loss_of, minibatch_counts, score_batch, select, update_policy
 

@@ -20,8 +20,6 @@ from kill_and_resume import finish, start
 from safetensors.torch import load_file
 from test_train import write_config
 
-import train
-from lld import tinyworld
 from lld.runs import read_rows
 
 KINDS = {"1 process": 1, "2 processes, DDP": 2, "2 processes, FSDP2": 2}
@@ -39,8 +37,6 @@ def run(folder: Path, kind: str, seed: int, steps: int) -> Path:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = {"ACCELERATE_USE_FSDP": str("FSDP2" in kind).lower(), "FSDP_VERSION": "2"}
-    prepare = train.config.load(str(config))
-    tinyworld.prepare(prepare.tinyworld, prepare.rollout, prepare.retriever.topk)
     children = [start(config, before=lambda: os.environ.update(environment), rank=rank, num_ranks=KINDS[kind], port=port) for rank in range(KINDS[kind])]
     codes = [finish(child, 1800.0) for child in children]
     assert codes == [0] * len(codes), (name, codes, config.with_suffix(".rank0.log").read_text()[-2000:])
