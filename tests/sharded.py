@@ -6,6 +6,7 @@
 import contextlib
 import errno
 import os
+import shutil
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, gather_object
 from conftest import make_lm, make_tokenizer
 from gradients import OPTIONS, make_episodes
+from test_train import write_config
 from torch.distributed.tensor import DTensor
 
 from lld import checkpoint, config, sharding
@@ -27,12 +29,27 @@ from lld.policy import Policy
 from lld.update import score_batch, update_policy
 
 SPREAD = [[1.0, -0.5, -0.5], [0.0, 0.0, 0.0], [1.1, 0.1, -1.2], [-1.0, 0.5, 0.5], [0.3, -0.6, 0.3]]
+STEPS = 3
 CASES = {  # advantages and options
     "ragged": (SPREAD, {}),  # 5 rows an update, one a micro-batch: 2 on one process, 3 on the other
     "tied": (SPREAD, {"micro_batch_size": 4}),
     "idle": (SPREAD[:1], {}),  # one row an update: one process has none
     "no signal": ([[0.0] * 3] * 5, {"kl_weight": 0.0, "entropy_weight": 0.0}),
 }
+
+
+def small(folder: Path, name: str, **rollout) -> Path:
+    run = {"dir": str(folder / name), "steps": STEPS, "save_every": 2, "keep_checkpoints": 0, "watchdog_s": 90}
+    return write_config(folder, name, run=run, rollout={"num_questions": 3, "group_size": 4, "max_new_tokens": 24, "num_slots": 8, **rollout}, eval={"every": STEPS, "at_start": False, "max_questions": 4}, monitor={"rescore_every": 1})
+
+
+def begun_elsewhere(folder: Path, source: str, name: str) -> Path:
+    """A run that has made 2 of its steps as `source` did."""
+    shutil.copytree(folder / source, folder / name)
+    shutil.rmtree(folder / name / "checkpoints" / f"step_{STEPS:06d}")
+    saved = folder / name / "config.yaml"
+    saved.write_text(saved.read_text().replace(str(folder / source), str(folder / name)))
+    return small(folder, name)
 
 
 class Recorder(torch.optim.SGD):
@@ -156,7 +173,7 @@ def optimizer_and_checkpoint(accelerator, folder: Path) -> dict:
     return found
 
 
-def whole_runs(folder: Path) -> dict[str, int]:
+def whole_runs(accelerator, folder: Path) -> dict[str, int]:
     """Exit codes of runs of train.py, by name; each process makes its part of them."""
     import train
 
@@ -168,8 +185,10 @@ def whole_runs(folder: Path) -> dict[str, int]:
         codes[name] = train.main(["--config", str(folder / f"{yaml or name}.yaml"), *more])
 
     run("sharded")
-    run("stopped", "run.steps=2")
-    run("resumed", "--resume", yaml="stopped")
+    if accelerator.is_main_process:
+        begun_elsewhere(folder, "sharded", "resumed")
+    accelerator.wait_for_everyone()
+    run("resumed", "--resume")
     run("one_to_two", "--resume")
     run("idle", "run.steps=1")
     run("boxed", f"run.dir={folder}/boxed", "monitor.crash_box=2", yaml="sharded")
@@ -181,7 +200,7 @@ def main(folder: Path) -> None:
     accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=90))])  # a hang ends as an error
     found = {f"{case}, {kind}": three_steps(accelerator, case, kind == "fsdp") for case in CASES for kind in ("ddp", "fsdp")}
     found |= {"processes": accelerator.num_processes, "bf16": in_bf16(accelerator), "checkpoint": optimizer_and_checkpoint(accelerator, folder / "unit")}
-    found["codes"] = whole_runs(folder)
+    found["codes"] = whole_runs(accelerator, folder)
     if accelerator.is_main_process:
         torch.save(found, folder / "found.pt")
 

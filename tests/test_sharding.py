@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +11,8 @@ import torch
 import yaml
 from accelerate import Accelerator
 from conftest import ROOT, make_tokenizer
-from sharded import CASES, SPREAD, make_episodes, new_lm, three_steps
-from test_train import refused, rows, write_config
+from sharded import CASES, SPREAD, STEPS, begun_elsewhere, make_episodes, new_lm, small, three_steps
+from test_train import refused, rows
 from transformers import AutoModelForCausalLM
 
 import train
@@ -21,32 +20,23 @@ from lld import checkpoint, config, sharding
 from lld.evaluate import evaluate_questions
 from lld.update import micro_batches, plan_updates
 
-STEPS = 3
 LAUNCH = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file", str(ROOT / "configs" / "accelerate" / "cpu-2.yaml")]
 
 
-def small(folder: Path, name: str, **rollout) -> Path:
-    run = {"dir": str(folder / name), "steps": STEPS, "save_every": 2, "keep_checkpoints": 0, "watchdog_s": 90}
-    return write_config(folder, name, run=run, rollout={"num_questions": 3, "group_size": 4, "max_new_tokens": 24, "num_slots": 8, **rollout}, eval={"every": STEPS, "at_start": False, "max_questions": 4}, monitor={"rescore_every": 1})
-
-
-def begun_elsewhere(folder: Path, source: str, name: str) -> Path:
-    """A run that has made 2 of its steps as `source` did."""
-    shutil.copytree(folder / source, folder / name)
-    shutil.rmtree(folder / name / "checkpoints" / f"step_{STEPS:06d}")
-    saved = folder / name / "config.yaml"
-    saved.write_text(saved.read_text().replace(str(folder / source), str(folder / name)))
-    return small(folder, name)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A world of its own, which the first run in it makes."""
+    return tmp_path_factory.mktemp("sharding")
 
 
 @pytest.fixture(scope="module")
-def found(folder, request):
+def found(folder):
     """What two processes found, and in `folder` the runs they made, besides one that this process makes alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "plot_run", lambda *_: None)
         patch.setattr(train, "write_page", lambda *_: None)
         assert train.main(["--config", str(small(folder, "alone"))]) == 0
-        for name in ("sharded", "stopped", "ddp"):
+        for name in ("sharded", "ddp"):
             small(folder, name)
         small(folder, "idle", num_questions=1)
         begun_elsewhere(folder, "alone", "one_to_two")
@@ -83,7 +73,7 @@ def test_the_cases_are_what_they_say():
         episodes = make_episodes(3 * len(CASES[case][0]), len(make_tokenizer()))
         plan = plan_updates([len(episode.token_ids) for episode in episodes], 3, 2)
         batch = train.collate(episodes, torch.tensor(CASES[case][0]), 0)
-        assert {tuple(len(micro_batches(share, batch, 1)) for share in shares) for shares in plan} <= counts
+        assert {tuple(len(micro_batches(share, batch, config.Optim(micro_batch_size=1))) for share in shares) for shares in plan} <= counts
     assert not torch.tensor(CASES["no signal"][0]).any() and torch.tensor(SPREAD).any()
 
 
@@ -145,7 +135,7 @@ def test_whole_runs_end_where_one_process_does(found, folder, name):
 
     Seeds belong to questions, so until rounding tips a first sample the runs are the same one; these are short enough.
     """
-    assert {run: code for run, code in found["codes"].items() if run != "boxed"} == dict.fromkeys(("sharded", "stopped", "resumed", "one_to_two", "idle", "ddp"), 0)
+    assert {run: code for run, code in found["codes"].items() if run != "boxed"} == dict.fromkeys(("sharded", "resumed", "one_to_two", "idle", "ddp"), 0)
     last = f"checkpoints/step_{STEPS:06d}"
     begun, ended = weights_of(folder / "world" / "policy"), weights_of(folder / "alone" / last)
     assert float((weights_of(folder / name / last) - ended).norm() / (ended - begun).norm()) < 1e-3
@@ -159,7 +149,7 @@ def test_whole_runs_end_where_one_process_does(found, folder, name):
 def test_a_sharded_run_resumes_bit_for_bit_on_as_many_processes(found, folder):
     last = f"checkpoints/step_{STEPS:06d}"
     for name in ("metrics.jsonl", "updates.jsonl", f"{last}/model.safetensors", f"{last}/trainer_state.pt", f"{last}/shard_00000-of-00002.pt", f"{last}/shard_00001-of-00002.pt"):
-        assert (folder / "stopped" / name).read_bytes() == (folder / "sharded" / name).read_bytes(), name
+        assert (folder / "resumed" / name).read_bytes() == (folder / "sharded" / name).read_bytes(), name
 
 
 def test_a_checkpoint_of_shards_evaluates_identically(found, folder):
