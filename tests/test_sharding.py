@@ -40,7 +40,7 @@ def found(folder):
             small(folder, name)
         small(folder, "idle", num_questions=1)
         begun_elsewhere(folder, "alone", "one_to_two")
-        done = subprocess.run([*LAUNCH, str(ROOT / "tests" / "sharded.py"), str(folder)], capture_output=True, text=True, timeout=400, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        done = subprocess.run([*LAUNCH, str(ROOT / "tests" / "sharded.py"), str(folder)], capture_output=True, text=True, timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1"})
         assert done.returncode == 0, done.stderr[-4000:]
         assert train.main(["--config", str(begun_elsewhere(folder, "sharded", "two_to_one")), "--resume"]) == 0
     return torch.load(folder / "found.pt", weights_only=True)
