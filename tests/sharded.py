@@ -190,9 +190,9 @@ def whole_runs(accelerator, folder: Path) -> dict[str, int]:
     accelerator.wait_for_everyone()
     run("resumed", "--resume")
     run("one_to_two", "--resume")
-    run("idle", "run.steps=1")
+    run("idle", "run.steps=1", "optim.cpu_in_rollout=true")
     run("boxed", f"run.dir={folder}/boxed", "monitor.crash_box=2", yaml="sharded")
-    run("ddp", fsdp=False)
+    run("ddp", "optim.cpu_in_rollout=true", fsdp=False)
     return codes
 
 

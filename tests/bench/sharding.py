@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     folder = args.out or Path(tempfile.mkdtemp(prefix="lld-sharding-"))
+    folder.mkdir(parents=True, exist_ok=True)
     runs = {kind: [run(folder, kind, seed, args.steps) for seed in range(args.seeds)] for kind in KINDS}
     print(f"| {args.seeds} seeds, {args.steps} steps | " + " | ".join(FIGURES) + " | first step with other episodes | distance of the final weights / way they went |")
     print("|---" * (len(FIGURES) + 3) + "|")
