@@ -103,6 +103,7 @@ class Optim:
     betas: tuple[float, ...] = (0.9, 0.999)
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
+    cpu_in_rollout: bool = False  # the optimizer's moments wait in CPU memory while episodes are played
 
 
 @dataclass(frozen=True)
