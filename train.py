@@ -24,7 +24,7 @@ from accelerate.utils import InitProcessGroupKwargs, gather_object, set_seed
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from lld import checkpoint, config, crashbox, metrics, monitor, phases, protocol, runs, survive, tinyworld, trajectories
+from lld import checkpoint, config, crashbox, metrics, monitor, optimizers, phases, plan, protocol, runs, survive, tinyworld, trajectories
 from lld.advantages import group_advantages
 from lld.data import Question, load_questions, questions_of_step
 from lld.engine import Engine
@@ -46,6 +46,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--config", help="YAML of options; needed unless --replay is given")
     parser.add_argument("--replay", type=Path, metavar="BOX", help="make the updates of a crash box again, with the options given here changed")
     parser.add_argument("--resume", action="store_true", help="continue the run in run.dir from its newest checkpoint")
+    parser.add_argument("--plan", action="store_true", help="print what the run would take of memory, time and disk, and end: 0 if it fits, 2 if not")
     parser.add_argument("overrides", nargs="*", metavar="section.option=value")
     args = parser.parse_args(argv)
     guard = survive.Guard()
@@ -54,7 +55,8 @@ def main(argv: list[str]) -> int:
             raise ValueError("give either --config CONFIG, or --replay BOX without --resume")
         if args.replay:
             return train(guard, crashbox.replay_options(args.replay, args.overrides), False, args.replay)
-        return train(guard, config.load(args.config, args.overrides), args.resume)
+        cfg = config.load(args.config, args.overrides)
+        return plan.main(cfg) if args.plan else train(guard, cfg, args.resume)
     except ValueError as error:  # the user's; everything else is ours and keeps its traceback
         print(f"train.py: {error}", file=sys.stderr)
         return 2
@@ -241,22 +243,24 @@ def build(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
     tokenizer = load_tokenizer(cfg.model)
     questions, held_out, search = ([], {}, metrics.Timed(None)) if box else open_world(cfg, tokenizer)
 
+    plan.check(cfg)
     lm = load_lm(cfg.model if resumed is None else dataclasses.replace(cfg.model, path=str(resumed)))
     check_fit(lm, tokenizer, cfg.rollout.max_episode_tokens)
     if cfg.model.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    frozen = lambda model: accelerator.prepare_model(Policy(model).requires_grad_(False), evaluation_mode=True)
+    dtype = optimizers.weight_dtype(cfg.optim, accelerator.mixed_precision)
+    frozen = lambda model: accelerator.prepare_model(Policy(optimizers.cast(model, dtype)).requires_grad_(False), evaluation_mode=True)
     reference = frozen(load_lm(cfg.model)) if cfg.loss.kl_weight > 0 else None
     anchor = frozen(copy.deepcopy(lm)) if cfg.loss.lld_lag_steps else None
     policy = Policy(lm)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, betas=cfg.optim.betas, weight_decay=cfg.optim.weight_decay)
+    optimizer = optimizers.make(policy, cfg.optim, dtype)
     first_step, snapshots = 0, []
     if resumed is not None:
         state = checkpoint.load_trainer_state(resumed, expected_shapes(cfg.model))
         optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["rng"])
         first_step, snapshots = state["num_steps"], state["snapshots"]
-    policy, optimizer = accelerator.prepare(policy, optimizer)
+    policy, optimizer = accelerator.prepare(policy, optimizer, device_placement=[True, cfg.optim.name != "adamw_offload"])
     guard.watch(run_dir, accelerator, cfg.run.watchdog_s)
     if accelerator.is_main_process:
         checkpoint.begin_run(run_dir, cfg, first_step)
