@@ -24,7 +24,7 @@ from accelerate.utils import InitProcessGroupKwargs, gather_object, set_seed
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from lld import checkpoint, config, crashbox, metrics, monitor, phases, protocol, runs, survive, tinyworld, trajectories
+from lld import checkpoint, config, crashbox, metrics, monitor, optimizers, phases, plan, protocol, runs, sharding, survive, tinyworld, trajectories
 from lld.advantages import group_advantages
 from lld.data import Question, load_questions, questions_of_step
 from lld.engine import Engine
@@ -46,6 +46,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--config", help="YAML of options; needed unless --replay is given")
     parser.add_argument("--replay", type=Path, metavar="BOX", help="make the updates of a crash box again, with the options given here changed")
     parser.add_argument("--resume", action="store_true", help="continue the run in run.dir from its newest checkpoint")
+    parser.add_argument("--plan", action="store_true", help="print what the run would take of memory, time and disk, and end: 0 if it fits, 2 if not")
     parser.add_argument("overrides", nargs="*", metavar="section.option=value")
     args = parser.parse_args(argv)
     guard = survive.Guard()
@@ -54,7 +55,8 @@ def main(argv: list[str]) -> int:
             raise ValueError("give either --config CONFIG, or --replay BOX without --resume")
         if args.replay:
             return train(guard, crashbox.replay_options(args.replay, args.overrides), False, args.replay)
-        return train(guard, config.load(args.config, args.overrides), args.resume)
+        cfg = config.load(args.config, args.overrides)
+        return plan.main(cfg) if args.plan else train(guard, cfg, args.resume)
     except ValueError as error:  # the user's; everything else is ours and keeps its traceback
         print(f"train.py: {error}", file=sys.stderr)
         return 2
@@ -78,8 +80,9 @@ def main(argv: list[str]) -> int:
 
 @dataclass
 class Parts:
-    """What a run works with. `lm` is the model inside `policy`; `snapshots` are its weights at the start of the last
-    lld_lag_steps + 1 steps, oldest first."""
+    """What a run works with. `bare` is `policy` without DDP around it, `lm` the model inside; `twin` is the engine's copy of
+    it, None where the engine reads `lm` itself; `snapshots` are its weights, or this process's shards of them, at the start
+    of the last lld_lag_steps + 1 steps, oldest first."""
 
     accelerator: Accelerator
     tokenizer: PreTrainedTokenizerBase
@@ -87,7 +90,9 @@ class Parts:
     held_out: dict[str, list[Question]]
     search: metrics.Timed
     policy: torch.nn.Module
+    bare: Policy
     lm: torch.nn.Module
+    twin: torch.nn.Module | None
     reference: torch.nn.Module | None
     anchor: torch.nn.Module | None
     optimizer: torch.optim.Optimizer
@@ -116,8 +121,10 @@ def train(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
     for step in steps:
         clock = metrics.Clock()
         guard.phase("rollout", step)
-        guard.rescue = functools.partial(write_checkpoint, parts, cfg, step) if box is None else None
-        episodes, failure = play(parts, cfg, step) if box is None else (crashbox.read_episodes(box, step), None)
+        alone = not (sharding.is_sharded(parts.bare) or cfg.optim.cpu_in_rollout)  # whether this process has all that a checkpoint needs
+        guard.rescue = functools.partial(write_checkpoint, parts, cfg, step) if box is None and alone else None
+        with sharding.optimizer_on_cpu(parts.optimizer, cfg.optim.cpu_in_rollout):
+            episodes, failure = play(parts, cfg, step) if box is None else (crashbox.read_episodes(box, step), None)
         if failure:
             return stop(parts, cfg, step, *reason(parts, failure))
         clock.lap("rollout")
@@ -224,11 +231,16 @@ def warn(parts: Parts, cfg: config.Config, row: dict) -> int:
 
 def build(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | None = None) -> tuple[Parts, int]:
     """Opens and checks everything before any work starts; returns it with the step to start from."""
-    check_launch()
+    sharding.check_launch()
     run_dir, on_gpu = Path(cfg.run.dir), torch.cuda.is_available()
     mixed_precision = cfg.model.mixed_precision if on_gpu else "no"
     patience = [InitProcessGroupKwargs(timeout=timedelta(seconds=survive.PATIENCE * cfg.run.watchdog_s))] if cfg.run.watchdog_s else []
     accelerator = Accelerator(mixed_precision=mixed_precision, log_with=list(cfg.run.trackers) or None, project_dir=run_dir, cpu=not on_gpu, kwargs_handlers=patience)
+    sharded = sharding.is_asked(accelerator)
+    if sharded and cfg.monitor.crash_box:
+        raise ValueError(f"monitor.crash_box = {cfg.monitor.crash_box} with sharded weights: a box is kept whole by one process, which is what sharding is to avoid; set it to 0, or train without FSDP")
+    if sharded and cfg.optim.name != "adamw":
+        raise ValueError(f"optim.name = {cfg.optim.name!r} with sharded weights: shards of AdamW's own state are small already; use adamw, with fsdp_offload_params in accelerate's configuration where CPU memory must help")
     torch.use_deterministic_algorithms(cfg.run.deterministic, warn_only=True)
     set_seed(cfg.run.seed)  # episodes and data order have their own generators; this is for anything a model may draw
     checkpoint.check_run_dir(run_dir, cfg, resume)
@@ -241,28 +253,37 @@ def build(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
     tokenizer = load_tokenizer(cfg.model)
     questions, held_out, search = ([], {}, metrics.Timed(None)) if box else open_world(cfg, tokenizer)
 
+    plan.check(cfg)
     lm = load_lm(cfg.model if resumed is None else dataclasses.replace(cfg.model, path=str(resumed)))
     check_fit(lm, tokenizer, cfg.rollout.max_episode_tokens)
+    twin = sharding.rollout_copy(lm, accelerator) if box is None and (sharded or accelerator.mixed_precision == "bf16" and cfg.optim.name != "adamw_offload") else None
     if cfg.model.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    frozen = lambda model: accelerator.prepare_model(Policy(model).requires_grad_(False), evaluation_mode=True)
+    dtype = optimizers.weight_dtype(cfg.optim, accelerator.mixed_precision)
+    place = functools.partial(sharding.shard, accelerator=accelerator) if sharded else functools.partial(accelerator.prepare_model, evaluation_mode=True)
+    frozen = lambda model: place(Policy(optimizers.cast(model, dtype)).requires_grad_(False))
     reference = frozen(load_lm(cfg.model)) if cfg.loss.kl_weight > 0 else None
     anchor = frozen(copy.deepcopy(lm)) if cfg.loss.lld_lag_steps else None
-    policy = Policy(lm)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, betas=cfg.optim.betas, weight_decay=cfg.optim.weight_decay)
+    policy = place(Policy(lm)) if sharded else Policy(lm)
+    optimizer = optimizers.make(policy, cfg.optim, dtype)
+    policy, optimizer = (policy, optimizer) if sharded else accelerator.prepare(policy, optimizer, device_placement=[True, cfg.optim.name != "adamw_offload"])
+    bare = accelerator.unwrap_model(policy)
     first_step, snapshots = 0, []
     if resumed is not None:
         state = checkpoint.load_trainer_state(resumed, expected_shapes(cfg.model))
-        optimizer.load_state_dict(state["optimizer"])
+        sharding.load_optimizer(optimizer, [part["optimizer"] for part in state["parts"]])
         torch.set_rng_state(state["rng"])
-        first_step, snapshots = state["num_steps"], state["snapshots"]
-    policy, optimizer = accelerator.prepare(policy, optimizer)
+        first_step, snapshots = state["num_steps"], sharding.load_snapshots(bare, [part["snapshots"] for part in state["parts"]])
     guard.watch(run_dir, accelerator, cfg.run.watchdog_s)
     if accelerator.is_main_process:
         checkpoint.begin_run(run_dir, cfg, first_step)
+    if sharded:
+        accelerator.wait_for_everyone()
+        if not (run_dir / "run.json").exists():
+            raise ValueError(f"run.dir = {run_dir}: process {accelerator.process_index} does not see what the main process wrote there; choose a folder that all machines share")
     if cfg.run.trackers:
         accelerator.init_trackers("lld", config={f"{s}.{k}": str(v) for s, options in config.to_dict(cfg).items() for k, v in options.items()})
-    parts = Parts(accelerator, tokenizer, questions, held_out, search, policy, accelerator.unwrap_model(policy).lm, reference, anchor, optimizer, snapshots, phases.Detector(), guard)
+    parts = Parts(accelerator, tokenizer, questions, held_out, search, policy, bare, bare.lm, twin, reference, anchor, optimizer, snapshots, phases.Detector(), guard)
     remember(parts, cfg, box or run_dir, first_step)
     return parts, first_step
 
@@ -291,10 +312,12 @@ def remember(parts: Parts, cfg: config.Config, folder: Path, first_step: int) ->
 
 
 def new_engine(parts: Parts, cfg: config.Config, sampling: config.Rollout | config.Eval) -> Engine:
-    """An engine on the policy's own weights with the temperature and top_p of training or of evaluation."""
-    parts.lm.eval()
+    """An engine with the temperature and top_p of training or of evaluation, on the policy's weights or on a copy of them made now; every process must call."""
+    if parts.twin is not None:
+        sharding.refresh(parts.twin, parts.bare, parts.accelerator.device)
+    lm = (parts.twin or parts.lm).eval()
     return Engine(
-        parts.lm, parts.tokenizer, num_slots=cfg.rollout.num_slots, temperature=sampling.temperature, top_p=sampling.top_p,
+        lm, parts.tokenizer, num_slots=cfg.rollout.num_slots, temperature=sampling.temperature, top_p=sampling.top_p,
         stop_strings=protocol.STOP_STRINGS, eos_ids=eos_ids(parts.lm, parts.tokenizer),
     )  # fmt: skip
 
@@ -367,8 +390,8 @@ def save(parts: Parts, cfg: config.Config, num_steps: int) -> Path:
     """The checkpoint after `num_steps` steps, unless it is there already; then older ones are pruned."""
     parts.guard.phase("checkpoint")
     folder = checkpoint.folder_of(cfg.run.dir, num_steps)
+    write_checkpoint(parts, cfg, num_steps)
     if parts.accelerator.is_main_process:
-        write_checkpoint(parts, cfg, num_steps)
         if parts.best:
             checkpoint.write_best(cfg.run.dir, parts.best)
         checkpoint.prune(cfg.run.dir, cfg.run.keep_checkpoints, parts.best[1] if parts.best else None)
@@ -378,19 +401,25 @@ def save(parts: Parts, cfg: config.Config, num_steps: int) -> Path:
 
 
 def write_checkpoint(parts: Parts, cfg: config.Config, num_steps: int) -> Path | None:
-    """The checkpoint after `num_steps` steps, on the main process."""
-    folder = checkpoint.folder_of(cfg.run.dir, num_steps)
-    if not parts.accelerator.is_main_process:
+    """The checkpoint after `num_steps` steps: by all processes together where weights are sharded, else by the main one."""
+    accelerator, folder = parts.accelerator, checkpoint.folder_of(cfg.run.dir, num_steps)
+    present = accelerator.is_main_process and (folder / "manifest.json").exists()
+    if sharding.is_sharded(parts.bare):
+        if not survive.largest(accelerator, present):
+            weights = sharding.whole_weights(parts.bare, accelerator)
+            shard = {"optimizer": sharding.optimizer_state(parts.optimizer), "snapshots": parts.snapshots}
+            shared = {"rng": torch.get_rng_state(), "shapes": sharding.shapes(parts.bare)}
+            checkpoint.save(cfg.run.dir, num_steps, parts.lm, parts.tokenizer, shared, accelerator=accelerator, weights=weights, shard=shard)
+    elif not accelerator.is_main_process:
         return None
-    if not (folder / "manifest.json").exists():
+    elif not present:
         checkpoint.save(cfg.run.dir, num_steps, parts.lm, parts.tokenizer, trainer_state(parts))
     return folder
 
 
 def trainer_state(parts: Parts) -> dict:
-    """What an exact restart needs besides weights and step."""
-    shapes = {name: list(tensor.shape) for name, tensor in parts.lm.state_dict().items()}
-    return {"optimizer": parts.optimizer.state_dict(), "rng": torch.get_rng_state(), "snapshots": parts.snapshots, "shapes": shapes}
+    """What an exact restart needs besides weights and step, where nothing is sharded."""
+    return {"optimizer": parts.optimizer.state_dict(), "rng": torch.get_rng_state(), "snapshots": parts.snapshots, "shapes": sharding.shapes(parts.bare)}
 
 
 def stop(parts: Parts, cfg: config.Config, num_steps: int, why: str, code: int) -> int:
@@ -410,7 +439,7 @@ def reason(parts: Parts, failure: str | None) -> tuple[str, int]:
 
 def not_finite(parts: Parts, row: dict, num_updates: int) -> str | None:
     """What is wrong after an update: weights that are not finite on any process, or too many steps in a row of which no update was made."""
-    broken = [name for name, weight in parts.lm.named_parameters() if not weight.isfinite().all()]
+    broken = [name for name, weight in sharding.parameters(parts.bare).items() if not sharding.local(weight).isfinite().all()]
     parts.idle_steps = parts.idle_steps + 1 if row["skipped_updates"] == num_updates else 0
     if survive.largest(parts.accelerator, len(broken)):
         return f"weights are not finite after the update ({', '.join(broken[:2]) or 'on another process'})"
@@ -429,9 +458,8 @@ def give_up(parts: Parts, cfg: config.Config, step: int, why: str) -> int:
 def keep_snapshot(parts: Parts, lag: int) -> None:
     """Remembers this step's weights where LLDS compares with an older policy, and loads the oldest into the anchor."""
     if lag:
-        weights = {name: tensor.cpu().clone() for name, tensor in parts.lm.state_dict().items()}
-        parts.snapshots = (parts.snapshots + [weights])[-lag - 1 :]
-        parts.accelerator.unwrap_model(parts.anchor).lm.load_state_dict(parts.snapshots[0])
+        parts.snapshots = (parts.snapshots + [sharding.snapshot(parts.bare)])[-lag - 1 :]
+        sharding.restore(parts.accelerator.unwrap_model(parts.anchor), parts.snapshots[0])
 
 
 def due(step: int, every: int) -> bool:
@@ -447,12 +475,6 @@ def expected_shapes(options: config.Model) -> dict[str, torch.Tensor]:
     with torch.device("meta"):
         model_config = AutoConfig.from_pretrained(options.path, trust_remote_code=options.trust_remote_code)
         return AutoModelForCausalLM.from_config(model_config, trust_remote_code=options.trust_remote_code).state_dict()
-
-
-def check_launch() -> None:
-    """Raises ValueError where accelerate's launcher was asked for several CPU processes and started only this one."""
-    if os.environ.get("ACCELERATE_USE_CPU") == "True" and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
-        raise ValueError("`accelerate launch --cpu --num_processes N` starts one process only unless MPI is installed; use `torchrun --standalone --nproc_per_node N train.py …`")
 
 
 if __name__ == "__main__":

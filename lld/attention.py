@@ -18,6 +18,7 @@ except ImportError:
     varlen_attn = None
 
 NAME = "lld"
+PAGED = False  # whether the engine reads its cache by the varlen kernel on a GPU; off until it has run on one (tests/bench/rollout_gpu.py --paged)
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Spans:
 
     Rows with one token come first: they attend as one batch (A1, H, G, D) in which the G query heads of a key head are its
     queries; the others as a second one, padded to the longest. Masks are float, made once for all layers: SDPA would make
-    them of a boolean one in each. On a GPU in half precision the varlen kernel reads the cache by row instead, every row a page.
+    them of a boolean one in each. With PAGED the varlen kernel reads the cache by row instead, every row a page, and nothing is padded.
     """
 
     def __init__(self, starts: list[int], counts: list[int], device, dtype):
@@ -61,16 +62,15 @@ class Spans:
             self.longest = max(counts)
             self.padded_P = (self.rows_N - self.num_single)[self.num_single :] * self.longest + within_N[self.num_single :]
         self.lengths = (max(ends[: self.num_single], default=0), max(ends[self.num_single :], default=0))
-        if varlen_attn is not None and torch.device(device).type == "cuda" and dtype in (torch.float16, torch.bfloat16):
+        if PAGED and torch.device(device).type == "cuda" and dtype in (torch.float16, torch.bfloat16):
             offsets = torch.nn.functional.pad(torch.tensor(counts, device=device).cumsum(0), (1, 0)).to(torch.int32)
             self.varlen = (offsets, max(counts), self.ends_R.to(torch.int32), torch.arange(self.num_rows, device=device, dtype=torch.int32)[:, None])
             return
         self.varlen = None
-        visible = lambda length, positions: torch.where(torch.arange(length, device=device) <= positions[..., None], 0.0, -torch.inf).to(dtype)
-        self.single_mask = visible(self.lengths[0], self.ends_R[: self.num_single, None, None] - 1)
+        self.single_mask = _mask(self.lengths[0], self.ends_R[: self.num_single, None, None], dtype)
         if self.last is not self:
             first_R1 = (self.ends_R - counts_R)[self.num_single :, None]
-            self.mask = visible(self.lengths[1], (first_R1 + torch.arange(self.longest, device=device))[:, None])
+            self.mask = _mask(self.lengths[1], (first_R1 + torch.arange(1, self.longest + 1, device=device))[:, None], dtype)
 
     def attend(self, query_NHD, keys_RTHD, values_RTHD, scale) -> torch.Tensor:
         """(N, H, D): each token over the keys of its row up to itself. `keys` are those of the A rows, any T that holds the longest."""
@@ -91,6 +91,12 @@ class Spans:
             attended = scaled_dot_product_attention(query, key, value, attn_mask=self.mask, scale=scale, enable_gqa=True)
             out.append(attended.transpose(1, 2).reshape(-1, num_heads, dim)[self.padded_P])
         return torch.cat(out) if len(out) > 1 else out[0]
+
+
+def _mask(length: int, num_visible: torch.Tensor, dtype) -> torch.Tensor:
+    """(…, length): 0 on the first `num_visible` (…) keys, -inf on the others."""
+    hidden = torch.arange(length, device=num_visible.device) >= num_visible[..., None]
+    return torch.zeros(hidden.shape, device=hidden.device, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
 def attend(module, query_BHND, key_BHND, value_BHND, attention_mask, *, scaling=None, dropout=0.0, row_lengths: RowLengths | None = None, spans: Spans | None = None, **kwargs):

@@ -2,7 +2,8 @@
 
 A checkpoint is a Hugging Face folder that `from_pretrained` opens, plus `trainer_state.pt` with what an exact restart
 needs: optimizer moments, the step (from which learning rate, data position and every episode's seed follow), torch's RNG
-and the snapshots LLDS may compare with. `manifest.json`, written last, names every file with its size and checksum.
+and the snapshots LLDS may compare with. Of a sharded run each process writes its share of moments and snapshots to a file of
+its own, `shard_RANK-of-NUMBER.pt` (torch.distributed.checkpoint would read its index with pickle). `manifest.json`, written last, names every file with its size and checksum.
 Nothing in it can run code when it is opened: safetensors, JSON, and tensors, numbers and strings read with weights_only.
 """
 
@@ -14,11 +15,13 @@ import pickle
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import transformers
 import yaml
+from accelerate.utils import gather_object
 from safetensors import SafetensorError
 
 from lld import config, metrics
@@ -37,36 +40,66 @@ def folder_of(run_dir: str | Path, num_steps: int) -> Path:
     return Path(run_dir) / "checkpoints" / f"step_{num_steps:06d}"
 
 
-def save(run_dir: str | Path, num_steps: int, lm, tokenizer, trainer_state: dict) -> Path:
+def save(run_dir: str | Path, num_steps: int, lm, tokenizer, trainer_state: dict, *, accelerator=None, weights: dict | None = None, shard: dict | None = None) -> Path:
     """Writes the checkpoint after `num_steps` steps aside and renames it when it is whole.
 
-    `trainer_state` holds tensors, numbers, strings, lists and dicts only: it is read back with weights_only. WriteError where
-    the disk is full or the folder cannot be written; older checkpoints are then as they were.
+    `trainer_state` holds tensors, numbers, strings, lists and dicts only: it is read back with weights_only. With an accelerator
+    every process calls: each writes its own `shard`, the main one all else, with `weights` for the model's whole ones.
+    WriteError, on all of them, where the disk is full or the folder cannot be written; older checkpoints are then as they were.
     """
     folder = folder_of(run_dir, num_steps)
     aside = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        _write(folder, aside, num_steps, lm, tokenizer, trainer_state)
-    except (OSError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, RuntimeError) and "inline_container" not in str(error):
-            raise  # not torch.save's word for a write that failed
-        free_gb = shutil.disk_usage(run_dir).free / 1e9
-        shutil.rmtree(aside, ignore_errors=True)
-        raise WriteError(f"checkpoint {folder} could not be written with {free_gb:.1f} GB free on its disk: {str(error).splitlines()[0]}") from error
+    is_main = accelerator is None or accelerator.is_main_process
+    gather = gather_object if accelerator is not None else lambda own: own
+
+    def together(action: Callable):
+        """What `action` returns on each process, if it could write on all of them."""
+        done = failure = cause = None
+        try:
+            done = action()
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if isinstance(error, RuntimeError) and "inline_container" not in str(error):
+                raise  # not torch.save's word for a write that failed
+            free_gb = shutil.disk_usage(run_dir).free / 1e9
+            failure, cause = f"checkpoint {folder} could not be written with {free_gb:.1f} GB free on its disk: {str(error).splitlines()[0]}", error
+        outcomes = gather([(done, failure)])
+        failures = [failure for _, failure in outcomes if failure]
+        if failures:
+            if is_main:
+                shutil.rmtree(aside, ignore_errors=True)
+            raise WriteError(failures[0]) from cause
+        return [done for done, _ in outcomes]
+
+    together(lambda: _begin(aside) if is_main else None)
+    written = {}
+    if shard is not None:
+        own = aside / f"shard_{accelerator.process_index:05d}-of-{accelerator.num_processes:05d}.pt"
+        for files in together(lambda: _write_shard(own, shard)):
+            written |= files
+    together(lambda: _write(folder, aside, num_steps, lm, weights, tokenizer, trainer_state, written) if is_main else None)
     return folder
 
 
-def _write(folder: Path, aside: Path, num_steps: int, lm, tokenizer, trainer_state: dict) -> None:
+def _begin(aside: Path) -> None:
+    shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    lm.save_pretrained(aside)
+
+
+def _write_shard(path: Path, shard: dict) -> dict:
+    torch.save(shard, path)
+    _flush(path)
+    return {path.name: fingerprint(path)}
+
+
+def _write(folder: Path, aside: Path, num_steps: int, lm, weights: dict | None, tokenizer, trainer_state: dict, written: dict) -> None:
+    lm.save_pretrained(aside, state_dict=weights)
     tokenizer.save_pretrained(aside)
     torch.save({"num_steps": num_steps} | trainer_state, aside / "trainer_state.pt")
-    files = {str(path.relative_to(aside)): fingerprint(path) for path in sorted(aside.rglob("*")) if path.is_file()}
+    own = [path for path in sorted(aside.rglob("*")) if path.is_file() and path.name not in written]
+    files = written | {str(path.relative_to(aside)): fingerprint(path) for path in own}
     (aside / "manifest.json").write_text(json.dumps({"num_steps": num_steps, "files": files}, indent=1))
-    for path in aside.rglob("*"):
-        if path.is_file():
-            _flush(path)
+    for path in [*own, aside / "manifest.json"]:
+        _flush(path)
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(aside, folder)
     _flush(folder.parent)
@@ -130,12 +163,13 @@ def check(folder: Path) -> None:
 
 
 def load_trainer_state(folder: Path, parameters: dict[str, torch.Tensor]) -> dict:
-    """The trainer's state of a checkpoint (`check` it first); raises ValueError where it belongs to a model of other shapes."""
-    try:
-        state = torch.load(folder / "trainer_state.pt", map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"checkpoint {folder}: trainer_state.pt holds more than tensors, numbers and strings and is not opened, because it could run code; train.py never writes such a file ({reason})") from None
+    """The trainer's state of a checkpoint (`check` it first); raises ValueError where it belongs to a model of other shapes.
+
+    `parts` holds optimizer and snapshots: one dict of whole tensors, or one a process of a sharded run, read as needed.
+    """
+    state = _open(folder / "trainer_state.pt", mmap=False)
+    shards = sorted(folder.glob("shard_*.pt"))
+    state["parts"] = [_open(path, mmap=True) for path in shards] or [{name: state.pop(name) for name in ("optimizer", "snapshots")}]
     shapes = {name: list(tensor.shape) for name, tensor in parameters.items()}
     if state["shapes"] != shapes:
         different = sorted(name for name in state["shapes"].keys() | shapes.keys() if state["shapes"].get(name) != shapes.get(name))
@@ -144,6 +178,14 @@ def load_trainer_state(folder: Path, parameters: dict[str, torch.Tensor]) -> dic
             "resume with the model.path it was trained with"
         )
     return state
+
+
+def _open(path: Path, mmap: bool) -> dict:
+    try:
+        return torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"checkpoint {path.parent}: {path.name} holds more than tensors, numbers and strings and is not opened, because it could run code; train.py never writes such a file ({reason})") from None
 
 
 def fingerprint(path: Path) -> dict:
@@ -173,11 +215,12 @@ def check_run_dir(run_dir: Path, cfg: config.Config, resume: bool) -> None:
         return
     if not log.exists():
         raise ValueError(f"--resume: run.dir = {run_dir} holds no run")
-    before, now = yaml.safe_load(log.read_text()), config.to_dict(cfg)
+    before, now, defaults = yaml.safe_load(log.read_text()), config.to_dict(cfg), config.to_dict(config.Config())
     for section, options in now.items():
         for name, value in options.items():
-            if f"{section}.{name}" not in RESUMABLE and before.get(section, {}).get(name) != value:
-                raise ValueError(f"--resume: {section}.{name} was {before.get(section, {}).get(name)!r} and is {value!r} now; a resumed run keeps its options (free to change: {', '.join(RESUMABLE)})")
+            was = before.get(section, {}).get(name, defaults[section][name])  # an option that is newer than the run had its default
+            if section != "plan" and f"{section}.{name}" not in RESUMABLE and was != value:
+                raise ValueError(f"--resume: {section}.{name} was {was!r} and is {value!r} now; a resumed run keeps its options (free to change: {', '.join(RESUMABLE)})")
 
 
 def begin_run(run_dir: Path, cfg: config.Config, first_step: int) -> None:

@@ -72,15 +72,23 @@ class SlotCache:
     def __init__(self, config, num_slots: int, device, dtype):
         heads = config.num_key_value_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        # Zeros, because masked keys still enter the softmax as 0 * value and must be finite.
-        self.state = torch.zeros(config.num_hidden_layers, 2, num_slots, LENGTH_BUCKET, heads, dim, device=device, dtype=dtype)
+        self.shape, self.options = (config.num_hidden_layers, 2, num_slots, heads, dim), dict(device=device, dtype=dtype)
+        self.state = self._allocate(LENGTH_BUCKET)
+
+    def _allocate(self, length: int) -> torch.Tensor:
+        *outer, heads, dim = self.shape
+        # Zeros, because masked keys still enter the softmax as 0 * value and must be finite. In memory a head's tokens are
+        # neighbours on a CPU, whose attention takes 4 times longer otherwise; a GPU's varlen kernel asks for whole tokens.
+        if self.options["device"].type == "cuda":
+            return torch.zeros(*outer, length, heads, dim, **self.options)
+        return torch.zeros(*outer, heads, length, dim, **self.options).transpose(3, 4)
 
     def reserve(self, length: int) -> None:
         """Makes room for `length` tokens a row."""
-        missing = length - self.state.shape[3]
-        if missing > 0:
-            missing = -(-max(missing, self.state.shape[3] // 2) // LENGTH_BUCKET) * LENGTH_BUCKET
-            self.state = torch.nn.functional.pad(self.state, (0, 0, 0, 0, 0, missing))
+        old = self.state
+        if length > old.shape[3]:
+            self.state = self._allocate(-(-max(length, old.shape[3] * 3 // 2) // LENGTH_BUCKET) * LENGTH_BUCKET)
+            self.state[:, :, :, : old.shape[3]] = old
 
     def write(self, layer: int, keys_NHD: torch.Tensor, values_NHD: torch.Tensor) -> torch.Tensor:
         """Stores the pass's tokens and returns keys and values (2, A, T, H, D) of its rows."""
@@ -92,8 +100,11 @@ class SlotCache:
     def update(self, keys_1HND, values_1HND, layer_idx, *_args, **_kwargs):
         return self.write(layer_idx, keys_1HND[0].transpose(0, 1), values_1HND[0].transpose(0, 1)).unbind()
 
-    def move_rows(self, sources: list[int], targets: list[int], length: int) -> None:
-        self.state[:, :, targets, :length] = self.state[:, :, sources, :length]
+    def move_rows(self, moves: list[tuple[int, int, int]]) -> None:
+        """Copies (source, target, tokens) rows, all at once: a target may be another's source."""
+        held = [self.state[:, :, source, :length].clone() for source, _, length in moves]
+        for (_, target, length), row in zip(moves, held):
+            self.state[:, :, target, :length] = row
 
     # transformers asks this of a cache; the mask and positions it would derive from it are always given.
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -113,46 +124,48 @@ def sample_tokens(logits_SV: torch.Tensor, uniforms_S: torch.Tensor, temperature
         return token_S, logits_SV.log_softmax(-1).gather(-1, token_S[:, None])[:, 0]
     if temperature != 1:
         logits_SV = logits_SV / temperature
-    logprobs_SV = logits_SV.log_softmax(-1)
     if top_p < 1:
-        logprobs_SV = _nucleus(logprobs_SV, top_p)
-    token_S = _invert_cdf(logprobs_SV.exp(), uniforms_S)
-    return token_S, logprobs_SV.gather(-1, token_S[:, None])[:, 0]
+        logits_SV = _nucleus(logits_SV, top_p)
+    largest_S1 = logits_SV.amax(-1, keepdim=True)
+    token_S, total_S = _invert_cdf((logits_SV - largest_S1).exp_(), uniforms_S)
+    return token_S, (logits_SV.gather(-1, token_S[:, None]) - largest_S1)[:, 0] - total_S.log().float()
 
 
-def _nucleus(logprobs_SV: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The renormalised log-probabilities of each row's nucleus, -inf elsewhere; sorts the few likeliest tokens only if they hold it."""
-    for num in (TOP, logprobs_SV.shape[-1]):
-        best_SK, order_SK = logprobs_SV.topk(min(num, logprobs_SV.shape[-1]))
-        before_SK = best_SK.exp().cumsum(-1) - best_SK.exp()
+def _nucleus(logits_SV: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The logits of each row's nucleus, -inf elsewhere; sorts only the likeliest tokens where they hold it."""
+    total_S1 = (logits_SV - logits_SV.amax(-1, keepdim=True)).exp_().sum(-1, keepdim=True, dtype=torch.float64)
+    for num in (TOP, logits_SV.shape[-1]):
+        best_SK, order_SK = logits_SV.topk(min(num, logits_SV.shape[-1]))
+        share_SK = (best_SK - best_SK[:, :1]).exp().double() / total_S1
+        before_SK = share_SK.cumsum(-1) - share_SK
         if bool((before_SK[:, -1] >= top_p).all()):
             break
-    kept_SK = best_SK.masked_fill(before_SK >= top_p, -torch.inf).log_softmax(-1)
-    return torch.full_like(logprobs_SV, -torch.inf).scatter_(-1, order_SK, kept_SK)
+    return torch.full_like(logits_SV, -torch.inf).scatter_(-1, order_SK, best_SK.masked_fill(before_SK >= top_p, -torch.inf))
 
 
-def _invert_cdf(probs_SV: torch.Tensor, uniforms_S: torch.Tensor) -> torch.Tensor:
-    """The first token of each row at which the running sum of probabilities exceeds its uniform number times their sum.
+def _invert_cdf(weights_SV: torch.Tensor, uniforms_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first token of each row at which the running sum of weights exceeds its uniform number times their sum, and that sum.
 
     Sums are float64: in float32 that of a vocabulary of 150k drifts by more than the tail's probabilities. Long rows are
     searched in two steps, first the block of BLOCK tokens and then the token in it, which needs no running sum of all.
     """
-    S, V = probs_SV.shape
-    if V <= 2 * BLOCK:
-        cdf_SV = probs_SV.cumsum(-1, dtype=torch.float64)
-        target_S1 = uniforms_S.to(cdf_SV)[:, None] * cdf_SV[:, -1:]
-        token_S = torch.searchsorted(cdf_SV, target_S1, right=True)[:, 0]
-    else:
-        blocks_SNB = torch.nn.functional.pad(probs_SV, (0, -V % BLOCK)).view(S, -1, BLOCK)
+    S, V = weights_SV.shape
+    rows_S = torch.arange(S, device=weights_SV.device)
+    blocks_SNB = torch.nn.functional.pad(weights_SV, (0, -V % BLOCK)).view(S, -1, BLOCK) if V > BLOCK else weights_SV[:, None]
+    if blocks_SNB.shape[1] > 1:
         cdf_SN = blocks_SNB.sum(-1, dtype=torch.float64).cumsum(-1)
-        target_S1 = uniforms_S.to(cdf_SN)[:, None] * cdf_SN[:, -1:]
-        block_S1 = torch.searchsorted(cdf_SN, target_S1, right=True).clamp(max=cdf_SN.shape[1] - 1)
-        inside_SB = blocks_SNB[torch.arange(S, device=probs_SV.device), block_S1[:, 0]].cumsum(-1, dtype=torch.float64)
-        before_S1 = torch.nn.functional.pad(cdf_SN, (1, 0)).gather(1, block_S1)
-        token_S = block_S1[:, 0] * BLOCK + torch.searchsorted(inside_SB, target_S1 - before_S1, right=True)[:, 0].clamp(max=BLOCK - 1)
-    # At the very end of the interval, or by rounding, no token or one of no probability is met: take the likeliest.
-    met_S = probs_SV.gather(1, token_S.clamp(max=V - 1)[:, None])[:, 0] > 0
-    return torch.where(met_S & (token_S < V), token_S, probs_SV.argmax(-1))
+        total_S, target_S1 = cdf_SN[:, -1], uniforms_S.to(cdf_SN)[:, None] * cdf_SN[:, -1:]
+        block_S = torch.searchsorted(cdf_SN, target_S1, right=True)[:, 0].clamp(max=cdf_SN.shape[1] - 1)
+        inside_SB = blocks_SNB[rows_S, block_S].cumsum(-1, dtype=torch.float64)
+        target_S1 = target_S1 - torch.nn.functional.pad(cdf_SN, (1, 0)).gather(1, block_S[:, None])
+    else:
+        inside_SB, block_S = weights_SV.cumsum(-1, dtype=torch.float64), 0
+        total_S, target_S1 = inside_SB[:, -1], uniforms_S.to(inside_SB)[:, None] * inside_SB[:, -1:]
+    token_S = (block_S * BLOCK + torch.searchsorted(inside_SB, target_S1, right=True)[:, 0].clamp(max=inside_SB.shape[1] - 1)).clamp(max=V - 1)
+    met_S = weights_SV[rows_S, token_S] > 0
+    if not bool(met_S.all()):  # the very end of the interval, or rounding: a token of no probability; take the likeliest
+        token_S = torch.where(met_S, token_S, weights_SV.argmax(-1))
+    return token_S, total_S
 
 
 class Engine:
@@ -176,7 +189,10 @@ class Engine:
         last = tuple(stop[-1] for stop in stop_strings)
         tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
         # A stop string can only end in a token that contains its last character; only there is text looked at.
-        self.may_stop = frozenset(i for i, token in enumerate(tokens) if token and any(char in token for char in last))
+        # An added token is its text and nothing else, so of these only those that can be the end of a stop string.
+        added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}
+        ends = lambda text: any(stop.endswith(text[: i + 1]) or text[: i + 1].endswith(stop) for stop in stop_strings for i, char in enumerate(text) if char == stop[-1])
+        self.may_stop = frozenset(i for i, token in enumerate(tokens) if token and any(char in token for char in last) and (i not in added or ends(added[i])))
         self.tail = 2 * max(map(len, stop_strings), default=0) + 8
         self.num_fed = 0  # tokens pushed through the model, padding excluded
 
@@ -210,10 +226,13 @@ class Engine:
         assert sequence.state == PARKED
         sequence.state = FREE
 
-    @torch.no_grad()
     def step(self) -> list[Stopped]:
         """One token for every running slot, and the first one for slots with something to read, in one pass."""
         assert not self.lm.training, "in training mode gradient checkpointing drops the cache"
+        with torch.inference_mode() if self.decoder.direct else torch.no_grad():  # the former does less for every operation
+            return self._step()
+
+    def _step(self) -> list[Stopped]:
         starting = self.waiting[: self.num_free]
         self._start_readers(starting)
         self._arrange()
@@ -284,10 +303,7 @@ class Engine:
             rows = list(self.rows)
             for source, target in moves:
                 rows[target] = self.rows[source]
-            moves = [(source, target) for source, target in moves if self.rows[source].length and states[source] != FREE]
-            if moves:
-                sources, targets = zip(*moves)
-                self.cache.move_rows(list(sources), list(targets), max(self.rows[source].length for source in sources))
+            self.cache.move_rows([(source, target, self.rows[source].length) for source, target in moves if self.rows[source].length and states[source] != FREE])
             self.rows = rows
         while self.rows and self.rows[-1].state == FREE:
             self.rows.pop()

@@ -37,6 +37,7 @@ from lld.monitor import PARTS, first_passages
 from lld.policy import Policy, check_fit, eos_ids, load_lm, load_tokenizer, token_scores
 from lld.reward import score_episodes
 from lld.rollout import Search, check_prompts, rollout
+from lld.sharding import asked
 from lld.tools import RetrieverError, make_search
 from lld.update import loss_of, minibatch_counts, score_batch, select, update_policy
 
@@ -268,6 +269,8 @@ def influence(args: argparse.Namespace) -> dict:
     training = load_questions(cfg.data.train, split=cfg.data.train_split, sources=cfg.data.train_sources)
     questions = questions_of_step(training, 0, min(args.questions, len(training)), cfg.run.seed)
     check_prompts(tokenizer, questions, cfg.rollout.max_prompt_tokens)
+    if asked("FSDP"):
+        raise ValueError("lld.influence analyses a whole model in one process: start it without an FSDP configuration of accelerate")
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision="no")  # half precision rounds such small changes away
     policy = accelerator.prepare_model(Policy(lm))
     print(f"playing {len(questions)} training questions, {args.group_size} episodes each", flush=True)

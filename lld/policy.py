@@ -3,6 +3,8 @@
 The only causal shift of the project is in `Policy.states`.
 """
 
+import os
+
 import torch
 from safetensors import SafetensorError
 from torch import nn
@@ -35,6 +37,7 @@ def load_lm(options: Model):
     Attention is lld/attention.py's, for the engine's masks and for packed rows. Raises ValueError
     where weights are missing, damaged or of another shape: transformers would fill the gaps with random numbers.
     """
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # accelerate's launcher turns it on, and then transformers gives all processes but one empty weights
     try:
         lm, found = AutoModelForCausalLM.from_pretrained(
             options.path, dtype=torch.float32, attn_implementation=attention.NAME, trust_remote_code=options.trust_remote_code, output_loading_info=True

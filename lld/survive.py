@@ -76,6 +76,8 @@ class Guard:
 
     def ticks(self, bar: tqdm) -> Callable[[int], None]:
         """`bar.update` that is a sign of life as well, and raises Interrupted once a signal has come."""
+        if bar.total == 0 and self.num_processes > 1:  # nothing to play here
+            self.phase(WAITING)
 
         def tick(count: int) -> None:
             bar.update(count)

@@ -16,6 +16,7 @@ from lld import loss
 from lld.config import Config, Optim
 from lld.episode import ANSWER, Batch
 from lld.metrics import Means
+from lld.sharding import is_sharded
 
 
 def learning_rate(step: int, optim: Optim) -> float:
@@ -71,22 +72,29 @@ def select(batch: Batch, rows: list[int], device) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def score_rows(accelerator, policy, batch: Batch, rows: list[int], cfg: Config) -> torch.Tensor:
-    """Log-probabilities (B, T) of the model's tokens in `rows`, 0 elsewhere, on the CPU."""
+def score_rows(accelerator, policy, batch: Batch, shares: list[list[int]], cfg: Config) -> torch.Tensor:
+    """Log-probabilities (B, T) of the model's tokens in this process's share of the rows, 0 elsewhere, on the CPU.
+
+    All processes make as many forward passes as the one with most: those of a sharded model are collectives.
+    """
     logprobs_BT = torch.zeros(batch.token_ids_BT.shape)
     policy.eval()
-    for some in micro_batches(rows, batch, cfg.optim):
-        part = select(batch, some, accelerator.device)
+    runs = [micro_batches(share, batch, cfg.optim) for share in shares]
+    own = runs[accelerator.process_index]
+    for number in range(max(map(len, runs))):
+        some = own[number] if number < len(own) else []
+        part = select(batch, some or [0], accelerator.device)
+        scored_BT = (part["action_ids_BT"] > 0) & bool(some)
         with accelerator.autocast():
-            scored_BT, _ = policy(part["token_ids_BT"], part["action_ids_BT"] > 0, cfg.rollout.temperature)
-        logprobs_BT[some, : scored_BT.shape[1]] = scored_BT.cpu()
+            scores_BT, _ = policy(part["token_ids_BT"], scored_BT, cfg.rollout.temperature)
+        logprobs_BT[some, : scores_BT.shape[1]] = scores_BT[: len(some)].cpu()
     return logprobs_BT
 
 
 def score_batch(accelerator, policy, batch: Batch, cfg: Config) -> torch.Tensor:
     """`score_rows` of all rows, shared out over the processes; every process gets the whole."""
-    mine = list(range(len(batch.names)))[accelerator.process_index :: accelerator.num_processes]
-    own_BT = score_rows(accelerator, policy, batch, mine, cfg) if mine else torch.zeros(batch.token_ids_BT.shape)
+    shares = [list(range(process, len(batch.names), accelerator.num_processes)) for process in range(accelerator.num_processes)]
+    own_BT = score_rows(accelerator, policy, batch, shares, cfg)
     return accelerator.reduce(own_BT.to(accelerator.device), "sum").cpu()
 
 
@@ -149,13 +157,12 @@ def update_policy(accelerator, policy, reference, optimizer, batch: Batch, cfg: 
     counted, and the episodes it came from are named. Names of the rows are in metrics.GLOSSARY.
     """
     plan = plan_updates(batch.lengths_B.tolist(), cfg.optim.updates_per_rollout, accelerator.num_processes)
-    mine = [row for shares in plan for row in shares[accelerator.process_index]]
-    score = lambda model, rows: score_rows(accelerator, model, batch, rows, cfg)
+    score = lambda model, updates: score_rows(accelerator, model, batch, [sum((shares[process] for shares in updates), []) for process in range(accelerator.num_processes)], cfg)
     sampler_is_old = cfg.loss.old_logprobs == "sampler"
     # At its first update the policy still is the old one: those rows' pass is the update's own (all rows', where there is one update).
-    old_BT = batch.sampled_logprobs_BT if sampler_is_old else score(policy, mine[len(plan[0][accelerator.process_index]) :])
-    reference_BT = score(reference, mine) if cfg.loss.kl_weight > 0 else old_BT
-    anchor_BT = score(anchor, mine) if anchor is not None else old_BT
+    old_BT = batch.sampled_logprobs_BT if sampler_is_old else score(policy, plan[1:])
+    reference_BT = score(reference, plan) if cfg.loss.kl_weight > 0 else old_BT
+    anchor_BT = score(anchor, plan) if anchor is not None else old_BT
     new_BT, entropy_BT = torch.zeros_like(old_BT), torch.zeros_like(old_BT)
     policy.train()
     update_rows = []
@@ -170,14 +177,14 @@ def update_policy(accelerator, policy, reference, optimizer, batch: Batch, cfg: 
             if number >= len(runs):  # collectives must pair up: a process with fewer micro-batches goes along with no tokens
                 part["action_ids_BT"] = torch.zeros_like(part["action_ids_BT"])
             width = part["token_ids_BT"].shape[1]
-            with nullcontext() if number == most - 1 else accelerator.no_sync(policy):
+            with nullcontext() if number == most - 1 or is_sharded(policy) else accelerator.no_sync(policy):  # shards are reduced each time: a whole gradient is what does not fit
                 with accelerator.autocast():
                     logprobs_BT, entropies_BT = policy(part["token_ids_BT"], part["action_ids_BT"] > 0, cfg.rollout.temperature, cfg.loss.entropy_weight > 0)
                 if number < len(runs) and not update_rows and not sampler_is_old:
                     old_BT[rows, :width] = logprobs_BT.detach().cpu()
                 past = [tensor[rows, :width].to(accelerator.device) for tensor in (old_BT, reference_BT, anchor_BT)]
                 row_losses_B, terms = loss_of(part, logprobs_BT, entropies_BT, *past, counts, beta, cfg)
-                # DDP averages gradients over processes; the denominators already count all of them.
+                # DDP and FSDP2 average gradients over processes; the denominators already count all of them.
                 accelerator.backward(row_losses_B.sum() * accelerator.num_processes)
             finite_B = row_losses_B.isfinite()
             suspects += [batch.names[row] for row, fine in zip(rows, finite_B.tolist()) if not fine]

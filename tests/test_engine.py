@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from conftest import make_lm
 
 from lld.engine import Engine, sample_tokens
@@ -36,8 +37,9 @@ def run(engine, turns: int = 1, observation=(5, 6, 7), max_new_tokens: int = 20)
 PROMPTS = [[10, 20, 30], [40, 50, 60, 70, 80, 90], [11] * 70, [12, 13]]
 
 
-def test_greedy_turns_equal_reprefill_with_generate(lm, tokenizer):
-    """KV kept across turns, shared prompts, ragged prefill: nothing may change a token."""
+def test_greedy_turns_equal_reprefill_with_generate(lm, tokenizer, monkeypatch):
+    """KV kept across turns, shared prompts, ragged passes, a cache that grows: nothing may change a token."""
+    monkeypatch.setattr("lld.engine.LENGTH_BUCKET", 16)
     engine = new_engine(lm, tokenizer, temperature=0, num_slots=3)
     for key, prompt in enumerate(PROMPTS):
         engine.add(key, prompt, [0], 15)
@@ -72,9 +74,10 @@ def test_recorded_logprobs_are_the_trainers(lm, tokenizer):
         assert gap < 1e-4
 
 
-def test_a_seed_gives_the_same_tokens_whatever_the_slots(lm, tokenizer):
+def test_a_seed_gives_the_same_tokens_whatever_the_slots(lm, tokenizer, monkeypatch):
     outcomes = []
-    for num_slots in (2, 5, 32):
+    for num_slots, pass_tokens in ((2, 16384), (5, 40), (32, 80)):  # rows that find no room in a pass are read in the next
+        monkeypatch.setattr("lld.engine.PASS_TOKENS", pass_tokens)
         engine = new_engine(lm, tokenizer, num_slots=num_slots)
         for key, prompt in enumerate(PROMPTS):
             engine.add(key, prompt, [10 * key + s for s in range(3)], 12)
@@ -83,6 +86,45 @@ def test_a_seed_gives_the_same_tokens_whatever_the_slots(lm, tokenizer):
     engine = new_engine(lm, tokenizer)
     engine.add(0, PROMPTS[0], [999], 12)
     assert run(engine)[0][0, 0] != outcomes[0][0, 0]
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
+def test_a_decoder_run_layer_by_layer_is_transformers_own(kind, tokenizer):
+    """Direct passes skip most of the last layer and use other operations: same tokens, log-probabilities to rounding."""
+    torch.manual_seed(0)
+    options = dict(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=24)
+    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    config = getattr(transformers, f"{kind}Config")(**options, rope_parameters=rope)
+    lm = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():  # as made, norms and biases are ones and zeros, and a model without them would pass
+        for parameter in lm.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    outcomes = []
+    for direct in (True, False):
+        engine = new_engine(lm, tokenizer, num_slots=5)
+        assert engine.decoder.direct
+        if not direct:
+            engine.decoder.direct = False
+            lm.set_attn_implementation("lld")
+        for key, prompt in enumerate(PROMPTS):
+            engine.add(key, prompt, [10 * key + s for s in range(3)], 12)
+        outcomes.append(run(engine, turns=2, max_new_tokens=12))
+    assert outcomes[0][0] == outcomes[1][0]
+    gaps = [abs(a - b) for key, kept in outcomes[0][1].items() for a, b in zip(kept, outcomes[1][1][key]) if a is not None]
+    assert len(gaps) > 200 and max(gaps) < 1e-4
+
+
+def test_other_decoders_go_through_their_own_forward(tokenizer):
+    torch.manual_seed(0)
+    options = dict(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    lm = transformers.MistralForCausalLM(transformers.MistralConfig(**options, sliding_window=None)).eval()
+    engine = new_engine(lm, tokenizer, temperature=0, eos_ids=())
+    assert not engine.decoder.direct
+    engine.add(0, PROMPTS[1], [0], 10)
+    tokens, _, _ = run(engine, turns=2, max_new_tokens=10)
+    for cut in (0, 13):  # the first turn, and the second after an observation of three tokens
+        context = PROMPTS[1] + tokens[0, 0][:cut]
+        assert lm.generate(torch.tensor([context]), max_new_tokens=10, do_sample=False, pad_token_id=0)[0, len(context) :].tolist() == tokens[0, 0][cut : cut + 10]
 
 
 def test_a_turn_resumes_where_it_stopped_inside_a_token(tokenizer):
@@ -146,6 +188,23 @@ def test_sampling_frequencies_are_the_distribution():
         counts = torch.bincount(token, minlength=5) / 20000
         torch.testing.assert_close(counts, wanted, atol=2e-4, rtol=0)
         torch.testing.assert_close(logprob.exp(), wanted[token], atol=1e-4, rtol=0)
+
+
+def test_a_long_vocabulary_is_searched_in_blocks():
+    """The same token as a running sum over all, top-p by sorting few or all, log-probabilities of the very distribution."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(200, 5000, generator=generator) * torch.linspace(0.1, 5, 200)[:, None]
+    uniforms = torch.rand(200, generator=generator, dtype=torch.float64)
+    for top_p in (1.0, 0.5, 0.999):
+        token, logprob = sample_tokens(logits, uniforms, 1.0, top_p)
+        probs = logits.double().softmax(-1)
+        if top_p < 1:
+            ranked, order = probs.sort(descending=True)
+            probs = torch.zeros_like(probs).scatter(-1, order, ranked.masked_fill(ranked.cumsum(-1) - ranked >= top_p, 0))
+            probs /= probs.sum(-1, keepdim=True)
+        cdf = probs.cumsum(-1)
+        assert (token == (cdf <= uniforms[:, None]).sum(-1)).all()
+        torch.testing.assert_close(logprob.double(), probs.gather(1, token[:, None])[:, 0].log(), atol=1e-5, rtol=0)
 
 
 def test_edges_of_the_unit_interval_never_pick_an_impossible_token():

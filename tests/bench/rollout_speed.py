@@ -11,10 +11,10 @@ tiny world's tokenizer; (b) (a') over `generate_batch`, paged; (c) TRL's GRPOTra
 PYTHON is an interpreter that has trl 1.16.0. None of them records log-probabilities; ours does.
 
 tiny: a world folder made by `python train.py --config configs/tiny.yaml` (its trained policy, questions, corpus and BM25), 16 questions x 5, budgets of configs/tiny.yaml.
-0.5b: Qwen2.5-0.5B's shape with random weights, 2 questions x 4. A random policy writes no tags, so two weight matrices are written by hand:
+0.5b: Qwen2.5-0.5B's shape with random weights, --questions x --samples. A random policy writes no tags, so two weight matrices are written by hand:
 layers add next to nothing to the residual stream and the LM head (untied for that) leads from each token to its successor, so that turns are
 words counted down to a closing tag from a drawn start. Every matrix product is the real one. Lengths are Search-R1's budgets (500 a turn, 500 an observation) and
-a prompt of 150, divided by 4; turns have 13 to 42 tokens, a search follows a passage half of the time.
+a prompt of 150, divided by --scale; a turn has 43 to 162 tokens, divided likewise (+3), a search follows a passage half of the time.
 
 The bound is what any method must push: each prompt once and every observation at the cost of a token in a large prefill, every kept token at that of a decode
 step with all rows in it (or, below it, at that of a prefill and the LM head). Threads: OMP_NUM_THREADS.
@@ -45,7 +45,7 @@ from lld.engine import Engine
 from lld.protocol import Passage
 from lld.rollout import rollout
 
-TEMPLATE = "{% for m in messages %}{% if m['role'] == 'tool' %}{{ m['content'] }}{% else %}<|im_start|>{{ m['role'] }}\n{{ (m['content'] or '').split('Question: ')[-1].strip() }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt and messages[-1]['role'] != 'tool' %}<|im_start|>assistant\n{% endif %}"  # fmt: skip
+TEMPLATE = "{% for m in messages %}{% if m['role'] == 'tool' %}{{ m['content'] }}{% else %}<|im_start|>{{ m['role'] }}\n{{ (m['content'] or '').split('Question: ')[-1].strip() }}{{ m['tool_calls'] if m['tool_calls'] }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt and messages[-1]['role'] != 'tool' %}<|im_start|>assistant\n{% endif %}"  # fmt: skip
 
 
 @dataclass
@@ -93,7 +93,7 @@ def shaped_tokenizer(num_words: int):
     from transformers import PreTrainedTokenizerFast
 
     special, tags = ["<|endoftext|>", "<|im_end|>", "<|im_start|>", "<unk>"], [f"<{slash}{name}>" for name in ("think", "search", "answer", "information") for slash in ("", "/")]
-    words = special + tags + ["user", "assistant", "query", "gold", "noise", "noise2"] + [f"{kind}{i}" for kind in ("s", "a") for i in range(num_words)] + [f"word{i}" for i in range(100)]
+    words = special + tags + ["user", "assistant", "topic", "gold", "noise", "noise2"] + [f"{kind}{i}" for kind in ("s", "a") for i in range(num_words)] + [f"word{i}" for i in range(100)]
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(__import__("tokenizers").Regex(r"\w+|[^\w\s]"), "removed", invert=True)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", unk_token="<unk>", additional_special_tokens=["<|im_start|>"])
@@ -102,8 +102,9 @@ def shaped_tokenizer(num_words: int):
     return tokenizer
 
 
-def half_billion_world(num_words: int = 40, num_layers: int = 24, num_questions: int = 2, num_samples: int = 4) -> World:
+def half_billion_world(scale: int = 4, num_questions: int = 2, num_samples: int = 4, num_layers: int = 24) -> World:
     """A Qwen2.5-0.5B whose next token is a function of the last one; `s` words count down to a search, `a` words to an answer."""
+    num_words = 160 // scale
     tokenizer = shaped_tokenizer(num_words)
     config = Qwen2Config(
         vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=num_layers, num_attention_heads=14, num_key_value_heads=2, max_position_embeddings=4096,
@@ -115,10 +116,10 @@ def half_billion_world(num_words: int = 40, num_layers: int = 24, num_questions:
     ids = lambda text: tokenizer.encode(text, add_special_tokens=False)
     after: dict[int, list[int]] = {}  # token -> tokens that lead to it
     lead = lambda source, target: after.setdefault(ids(target)[0], []).append(ids(source)[0])
-    for kind, tag, word in (("s", "search", "query"), ("a", "answer", "gold")):
+    for kind, tag, word in (("s", "search", "topic"), ("a", "answer", "gold")):
         for i in range(num_words - 1):
             lead(f"{kind}{i + 1}", f"{kind}{i}")
-        for i in range(10, num_words):
+        for i in range(num_words // 4, num_words):
             lead("</information>", f"{kind}{i}")
             lead("assistant", f"{kind}{i}") if kind == "s" else None
         for path in ((f"{kind}0", f"<{tag}>"), (f"<{tag}>", word), (word, f"</{tag}>"), (f"</{tag}>", "noise")):
@@ -130,15 +131,15 @@ def half_billion_world(num_words: int = 40, num_layers: int = 24, num_questions:
         embed_VC = lm.model.embed_tokens.weight.normal_()
         for target, sources in after.items():
             lm.lm_head.weight[target] = embed_VC[sources].sum(0) * (60 / config.hidden_size)
-    words = " ".join(f"word{i}" for i in range(32))
+    words = " ".join(f"word{i}" for i in range(128 // scale))
     search = lambda queries: [[Passage(str(r), f'"word{r}"\n{words}') for r in range(3)] for _ in queries]
-    questions = [Question(f"q/{i}", f"word{i} " + words[: words.index(" word31")], ("gold",), "q") for i in range(num_questions)]
-    return World(lm, tokenizer, questions, search, num_samples, dict(max_turns=3, max_new_tokens=125, max_observation_tokens=125, max_episode_tokens=1024), stop_ids_of(tokenizer))
+    questions = [Question(f"q/{i}", f"word{i} " + " ".join(words.split()[: 120 // scale]), ("gold",), "q") for i in range(num_questions)]
+    return World(lm, tokenizer, questions, search, num_samples, dict(max_turns=3, max_new_tokens=500 // scale, max_observation_tokens=500 // scale, max_episode_tokens=4096 // scale), stop_ids_of(tokenizer))
 
 
 def ours(world: World, num_slots: int | None = None) -> int:
     num_slots = num_slots or len(world.questions) * world.num_samples
-    engine = Engine(world.lm, world.tokenizer, num_slots=num_slots, temperature=1.0, top_p=1.0, stop_strings=protocol.STOP_STRINGS, eos_ids=(world.tokenizer.eos_token_id,))
+    engine = world.engine = Engine(world.lm, world.tokenizer, num_slots=num_slots, temperature=1.0, top_p=1.0, stop_strings=protocol.STOP_STRINGS, eos_ids=(world.tokenizer.eos_token_id,))
     world.episodes = rollout(engine, world.tokenizer, world.questions, world.search, num_samples=world.num_samples, seed=0, step=0, **world.budgets)
     return sum(episode.num_model_tokens for episode in world.episodes)
 
@@ -254,13 +255,18 @@ def trl_rollouts(world: World) -> Callable[[World], int]:
     return play
 
 
+def clock() -> float:
+    """Seconds: of the wall, or with --cpu of this process's processors, which others on the machine disturb less."""
+    return time.process_time() if "--cpu" in sys.argv else time.perf_counter()
+
+
 def timed(play: Callable[[World], int], world: World, repeats: int) -> tuple[float, float]:
     """Kept tokens and seconds of `repeats` rollouts."""
     torch.manual_seed(0)
-    began, kept = time.perf_counter(), 0
+    began, kept = clock(), 0
     for _ in range(repeats):
         kept += play(world)
-    return kept, time.perf_counter() - began
+    return kept, clock() - began
 
 
 @torch.no_grad()
@@ -281,9 +287,9 @@ def costs(world: World) -> tuple[float, float, float]:
 
 
 def _seconds(call) -> float:
-    began = time.perf_counter()
+    began = clock()
     call()
-    return time.perf_counter() - began
+    return clock() - began
 
 
 COMPETITORS = {
@@ -301,10 +307,14 @@ def main() -> None:
     parser.add_argument("--world", type=Path, help="folder of a tiny world")
     parser.add_argument("--trl", help="a Python that has trl")
     parser.add_argument("--repeats", type=int, default=1, help="rollouts of each competitor")
+    parser.add_argument("--scale", type=int, default=4, help="0.5b: Search-R1's lengths divided by this")
+    parser.add_argument("--questions", type=int, default=2, help="0.5b")
+    parser.add_argument("--samples", type=int, default=4, help="0.5b: episodes a question")
     parser.add_argument("--only", help="comma-separated parts of competitors' names")
+    parser.add_argument("--cpu", action="store_true", help="processor seconds instead of the wall's; meant for OMP_NUM_THREADS=1")
     parser.add_argument("--inside-trl", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    world = tiny_world(args.world) if args.policy == "tiny" else half_billion_world()
+    world = tiny_world(args.world) if args.policy == "tiny" else half_billion_world(args.scale, args.questions, args.samples)
     if args.inside_trl:
         play = trl_rollouts(world)
         if args.policy == "tiny":
@@ -321,14 +331,14 @@ def main() -> None:
         rows[name] = timed(play, world, args.repeats)
         print(name, rows[name], file=sys.stderr, flush=True)
     if args.trl:
-        command = [args.trl, __file__, "--policy", args.policy, "--repeats", str(args.repeats), "--inside-trl"] + (["--world", str(args.world)] if args.world else [])
+        command = [args.trl, __file__, "--policy", args.policy, "--repeats", str(args.repeats), "--scale", str(args.scale), "--questions", str(args.questions), "--samples", str(args.samples), "--inside-trl"] + ["--cpu"] * args.cpu + (["--world", str(args.world)] if args.world else [])
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
         rows[TRL] = tuple(json.loads(done.stdout.strip().splitlines()[-1]))
     kept, seconds = rows["ours"]
     pushed = sum(map(len, world.prompts())) + sum(len(e.token_ids) - e.num_model_tokens for e in world.episodes)
     sampled = sum(e.num_model_tokens for e in world.episodes)
-    print(f"\n{args.policy}: {len(world.episodes)} episodes, {sum(len(e.turns) for e in world.episodes)} turns, {sampled} kept tokens, {pushed} of prompts and observations; {torch.get_num_threads()} threads; ", end="")
+    print(f"\n{args.policy}: {len(world.episodes)} episodes, {sum(len(e.turns) for e in world.episodes)} turns, {sampled} kept tokens, {pushed} of prompts and observations; {torch.get_num_threads()} threads, {'processor' if args.cpu else 'wall'} seconds; ", end="")
     print(f"a token costs {prefill * 1e3:.3f} ms in a prefill, {read * 1e3:.3f} with the LM head, {decode * 1e3:.3f} in a decode step of all rows\n")
     print("| rollout | kept tokens | seconds | kept tokens/s | ours is faster by |\n|---|---|---|---|---|")
     for name, (num, took) in rows.items():

@@ -9,7 +9,7 @@ its own, and must find the same gradient norm. "full" is our update with the log
 and the entropy without gradient. "TRL" is GRPOTrainer's own compute_loss (its chunked head; TRL 1.16 has no full-logits form);
 "Liger" its LigerFusedLinearGRPOLoss on the last hidden states, without torch.compile, which needs a C++ compiler.
 
-Seconds: processor time of all threads, the least of `--steps` steps after one to warm up; wall time beside it (on a busy machine
+Seconds: processor time of all threads, the least of `--steps` steps; wall time beside it (on a busy machine
 processor time is the fairer one). Memory: the process's highest resident set (ru_maxrss) less its resident set before the step,
 when weights and optimizer moments are there: gradients, activations and temporaries. The bound is 6 flop a weight and token (8 below the head: checkpointing) and the
 attention's, at the rate of a large matrix product measured in the same process; a head that is computed again in the backward pass
@@ -158,7 +158,7 @@ def measure(form: str, case, steps: int) -> dict:
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     norms, cpu_s, wall_s = [], [], []
-    for _ in range(1 + steps):
+    for _ in range(steps):
         cpu, wall = time.process_time(), time.perf_counter()
         norms.append(step())
         cpu_s.append(time.process_time() - cpu)
@@ -168,7 +168,7 @@ def measure(form: str, case, steps: int) -> dict:
     T, scored = rows["token_ids_BT"].shape[1], int(rows["written_BT"].sum())
     body = sum(p.numel() for p in lm.model.layers.parameters())
     flop = 8 * body * B * T + 6 * vocabulary * width * scored + 8 * layers * B * T * T * width  # causal attention: 2 products of T^2 / 2 x width, forward twice, backward twice that
-    return {"cpu_s": min(cpu_s[1:]), "wall_s": min(wall_s[1:]), "mb": peak / 2**20, "norm": norms[0], "bound_s": flop / rate}
+    return {"cpu_s": min(cpu_s), "wall_s": min(wall_s), "mb": peak / 2**20, "norm": norms[0], "bound_s": flop / rate}
 
 
 def main() -> None:
