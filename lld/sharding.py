@@ -36,8 +36,8 @@ def check_launch() -> None:
 
 
 def is_asked(accelerator: Accelerator) -> bool:
-    """Whether weights are to be sharded (by one process of its own, launched as a group, to have them wait in CPU memory)."""
-    return asked("FSDP") and torch.distributed.is_initialized()
+    """Whether weights are to be sharded; one process has nobody to share with."""
+    return asked("FSDP") and accelerator.num_processes > 1
 
 
 def is_sharded(policy) -> bool:
