@@ -24,7 +24,7 @@ from accelerate.utils import InitProcessGroupKwargs, gather_object, set_seed
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from lld import checkpoint, config, crashbox, metrics, monitor, phases, protocol, runs, sharding, survive, tinyworld, trajectories
+from lld import checkpoint, config, crashbox, metrics, monitor, optimizers, phases, plan, protocol, runs, sharding, survive, tinyworld, trajectories
 from lld.advantages import group_advantages
 from lld.data import Question, load_questions, questions_of_step
 from lld.engine import Engine
@@ -46,6 +46,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--config", help="YAML of options; needed unless --replay is given")
     parser.add_argument("--replay", type=Path, metavar="BOX", help="make the updates of a crash box again, with the options given here changed")
     parser.add_argument("--resume", action="store_true", help="continue the run in run.dir from its newest checkpoint")
+    parser.add_argument("--plan", action="store_true", help="print what the run would take of memory, time and disk, and end: 0 if it fits, 2 if not")
     parser.add_argument("overrides", nargs="*", metavar="section.option=value")
     args = parser.parse_args(argv)
     guard = survive.Guard()
@@ -54,7 +55,8 @@ def main(argv: list[str]) -> int:
             raise ValueError("give either --config CONFIG, or --replay BOX without --resume")
         if args.replay:
             return train(guard, crashbox.replay_options(args.replay, args.overrides), False, args.replay)
-        return train(guard, config.load(args.config, args.overrides), args.resume)
+        cfg = config.load(args.config, args.overrides)
+        return plan.main(cfg) if args.plan else train(guard, cfg, args.resume)
     except ValueError as error:  # the user's; everything else is ours and keeps its traceback
         print(f"train.py: {error}", file=sys.stderr)
         return 2
@@ -249,18 +251,20 @@ def build(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
     tokenizer = load_tokenizer(cfg.model)
     questions, held_out, search = ([], {}, metrics.Timed(None)) if box else open_world(cfg, tokenizer)
 
+    plan.check(cfg)
     lm = load_lm(cfg.model if resumed is None else dataclasses.replace(cfg.model, path=str(resumed)))
     check_fit(lm, tokenizer, cfg.rollout.max_episode_tokens)
-    twin = sharding.rollout_copy(lm, accelerator) if box is None and (sharded or accelerator.mixed_precision == "bf16") else None
+    dtype = optimizers.weight_dtype(cfg.optim, accelerator.mixed_precision)
+    twin = sharding.rollout_copy(lm, accelerator) if box is None and (sharded or accelerator.mixed_precision == "bf16" and dtype == torch.float32) else None
     if cfg.model.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     place = functools.partial(sharding.shard, accelerator=accelerator) if sharded else functools.partial(accelerator.prepare_model, evaluation_mode=True)
-    frozen = lambda model: place(Policy(model).requires_grad_(False))
+    frozen = lambda model: place(Policy(optimizers.cast(model, dtype)).requires_grad_(False))
     reference = frozen(load_lm(cfg.model)) if cfg.loss.kl_weight > 0 else None
     anchor = frozen(copy.deepcopy(lm)) if cfg.loss.lld_lag_steps else None
     policy = place(Policy(lm)) if sharded else Policy(lm)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, betas=cfg.optim.betas, weight_decay=cfg.optim.weight_decay, fused=True)
-    policy, optimizer = (policy, optimizer) if sharded else accelerator.prepare(policy, optimizer)
+    optimizer = optimizers.make(policy, cfg.optim, dtype)
+    policy, optimizer = (policy, optimizer) if sharded else accelerator.prepare(policy, optimizer, device_placement=[True, cfg.optim.name != "adamw_offload"])
     bare = accelerator.unwrap_model(policy)
     first_step, snapshots = 0, []
     if resumed is not None:

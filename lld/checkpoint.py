@@ -215,11 +215,12 @@ def check_run_dir(run_dir: Path, cfg: config.Config, resume: bool) -> None:
         return
     if not log.exists():
         raise ValueError(f"--resume: run.dir = {run_dir} holds no run")
-    before, now = yaml.safe_load(log.read_text()), config.to_dict(cfg)
+    before, now, defaults = yaml.safe_load(log.read_text()), config.to_dict(cfg), config.to_dict(config.Config())
     for section, options in now.items():
         for name, value in options.items():
-            if f"{section}.{name}" not in RESUMABLE and before.get(section, {}).get(name) != value:
-                raise ValueError(f"--resume: {section}.{name} was {before.get(section, {}).get(name)!r} and is {value!r} now; a resumed run keeps its options (free to change: {', '.join(RESUMABLE)})")
+            was = before.get(section, {}).get(name, defaults[section][name])  # an option that is newer than the run had its default
+            if section != "plan" and f"{section}.{name}" not in RESUMABLE and was != value:
+                raise ValueError(f"--resume: {section}.{name} was {was!r} and is {value!r} now; a resumed run keeps its options (free to change: {', '.join(RESUMABLE)})")
 
 
 def begin_run(run_dir: Path, cfg: config.Config, first_step: int) -> None:

@@ -95,6 +95,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Optim:
+    name: Literal["adamw", "adamw_8bit", "adamw_offload"] = "adamw"  # moments in float32 | in 8 bits (bitsandbytes) | in CPU memory, as are the float32 weights then
     lr: float = 1e-6
     warmup_steps: int = 286  # rollout steps of linear warm-up
     updates_per_rollout: int = 10
@@ -156,6 +157,24 @@ class Monitor:
 
 
 @dataclass(frozen=True)
+class Plan:
+    """What `train.py --plan` assumes; a run reads none of it."""
+
+    gpus: int | None = None  # processes, one on each GPU; null: as many as the launcher started
+    gpu_memory_gb: float | None = None  # of one GPU, 10^9 bytes; null: what the one here has
+    shard: Literal["launcher", "fsdp", "none"] = "launcher"  # whether weights, gradients and optimizer are spread over the GPUs; launcher: as accelerate is configured
+    prompt_tokens: int = 200  # of an episode
+    written_tokens: int = 300  # by the model, in an episode
+    observation_tokens: int = 1000  # read from searches, in an episode
+    tflops: float = 989.0  # of a GPU in bf16; an H100's
+    bandwidth_gb_s: float = 3350.0  # of a GPU's memory; an H100's
+    link_gb_s: float = 400.0  # between GPUs, each way
+    host_gb_s: float = 25.0  # between a GPU and CPU memory
+    cpu_gb_s: float = 100.0  # of CPU memory
+    efficiency: float = 0.4  # share of tflops and bandwidth that is reached
+
+
+@dataclass(frozen=True)
 class TinyWorld:
     """A made-up world written to `dir` before training starts; null `dir` means real input."""
 
@@ -182,6 +201,7 @@ class Config:
     retriever: Retriever = Retriever()
     eval: Eval = field(default_factory=Eval)
     monitor: Monitor = Monitor()
+    plan: Plan = Plan()
     tinyworld: TinyWorld = TinyWorld()
 
 
@@ -321,11 +341,12 @@ def validate(cfg: Config) -> None:
         "retriever": ("topk", "timeout_s", "deadline_s"),
         "eval": ("max_questions", "max_turns", "batch_size"),
         "monitor": ("sentinel_size", "trajectories_questions"),
+        "plan": ("gpus", "gpu_memory_gb", "prompt_tokens", "written_tokens", "observation_tokens", "tflops", "bandwidth_gb_s", "link_gb_s", "host_gb_s", "cpu_gb_s", "efficiency"),
         "tinyworld": ("num_people", "warm_start_steps", "num_layers", "hidden_size"),
     }.items():
         for name in names:
             value = getattr(getattr(cfg, section), name)
-            if not value > 0:
+            if value is not None and not value > 0:
                 raise ValueError(f"{section}.{name} = {value}: must be greater than 0")
     for section, names in {
         "run": ("seed", "keep_checkpoints", "watchdog_s"),
@@ -390,6 +411,8 @@ def validate(cfg: Config) -> None:
     fewest = (rollout.num_questions - int(rollout.max_failed_groups * rollout.num_questions)) * rollout.group_size
     if fewest < optim.updates_per_rollout:
         raise ValueError(f"rollout.max_failed_groups = {rollout.max_failed_groups} may leave {fewest} episodes of a step, fewer than optim.updates_per_rollout = {optim.updates_per_rollout}: lower one of the two")
+    if cfg.plan.efficiency > 1:
+        raise ValueError(f"plan.efficiency = {cfg.plan.efficiency}: a share of what the hardware does at most; must be in (0, 1]")
     _validate_retriever(cfg)
     if cfg.retriever.url is None and cfg.retriever.corpus is None and cfg.retriever.replay is None:
         raise ValueError("retriever.url is null, so the search runs in this process and needs retriever.corpus (and retriever.index, unless backend is bm25)")

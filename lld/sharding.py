@@ -154,7 +154,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, parts: list[dict]) -> None:
         state[index] = {}
         for key in entries:
             value = join([part["state"][index][key] for part in parts])
-            if value.dim() and isinstance(weights[index], DTensor):
+            if isinstance(weights[index], DTensor) and value.dim():
                 like = weights[index]
                 value = DTensor.from_local(cut(value, like).to(like.to_local().device), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
             state[index][key] = value

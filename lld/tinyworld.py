@@ -365,18 +365,23 @@ def make_demonstrations(
 # ----------------------------------------------------------------------------------------------------------- warm start
 
 
-def make_policy(cfg: config.TinyWorld, tokenizer) -> LlamaForCausalLM:
-    """A random Llama of `num_layers` and `hidden_size`; float32, tied embeddings, 4 heads on 2 key-value heads.
+def policy_shape(cfg: config.TinyWorld, tokenizer) -> LlamaConfig:
+    """A Llama of `num_layers` and `hidden_size`; float32, tied embeddings, 4 heads on 2 key-value heads.
 
     Not Qwen2: transformers 5 opens whatever tokenizer lies beside a "qwen2" config as Qwen's byte-level one, without a word.
     """
     if cfg.hidden_size % 8:
         raise ValueError(f"tinyworld.hidden_size = {cfg.hidden_size}: must be a multiple of 8 (four heads of even width)")
-    shape = LlamaConfig(
+    return LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=cfg.hidden_size, intermediate_size=2 * cfg.hidden_size, num_hidden_layers=cfg.num_layers,
         num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=4096, dtype="float32",
         pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
     )  # fmt: skip
+
+
+def make_policy(cfg: config.TinyWorld, tokenizer) -> LlamaForCausalLM:
+    """A random policy of that shape."""
+    shape = policy_shape(cfg, tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(cfg.seed)
         return LlamaForCausalLM(shape)

@@ -1,0 +1,158 @@
+"""Planned against measured peak memory: `python tests/bench/plan_memory.py [--sizes 24M 107M 304M] [--gpu]`, one table.
+
+For each model size a fresh process plays a rollout, scores it and makes updates with the run's own code (lld/rollout.py,
+lld/update.py), random weights and episodes as long as allowed. On a CPU the peak of a phase is the kernel's VmHWM, set back before
+the phase (Linux), less what was resident before the model was made; glibc is told to give freed memory back, which it would
+otherwise keep in its arenas. With `--gpu` it is torch.cuda.max_memory_allocated, and the sizes are those of configs/shapes; the plan's
+allowance for CUDA's own memory and fragmentation is left out on both sides.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+PLAIN = {"mixed_precision": "no", "gradient_checkpointing": False}
+SIZES = {  # Qwen2 shapes for a CPU, and the options of the run
+    "24M": ({"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 1536, "vocab_size": 12000, "tie_word_embeddings": True}, PLAIN, {"rows": 16, "micro": 8, "turns": 2}),
+    "107M": ({"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 6, "intermediate_size": 2304, "vocab_size": 32000, "tie_word_embeddings": True}, PLAIN | {"gradient_checkpointing": True}, {"rows": 8, "micro": 4, "turns": 2}),
+    "304M": ({"hidden_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 2, "intermediate_size": 4096, "vocab_size": 32000, "tie_word_embeddings": False}, PLAIN, {"rows": 4, "micro": 2, "turns": 2}),
+}  # fmt: skip
+GPU_SIZES = {
+    "Qwen/Qwen2.5-3B": ("adamw_8bit", {"rows": 32, "micro": 2, "turns": 27}),
+    "Qwen/Qwen2.5-7B": ("adamw_offload", {"rows": 32, "micro": 1, "turns": 27}),
+}
+QUESTION = "who wrote it?"
+MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", nargs="+", metavar="SIZE")
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        return print(json.dumps(measure(args.child, args.gpu)))
+    rows = []
+    for size in args.sizes or (GPU_SIZES if args.gpu else SIZES):
+        done = subprocess.run([sys.executable, __file__, "--child", size] + ["--gpu"] * args.gpu, env=os.environ | MALLOC, stdout=subprocess.PIPE, text=True, check=True)
+        rows += json.loads(done.stdout.splitlines()[-1])
+    print("| model | phase | planned GB | measured GB | planned / measured | largest terms of the plan |\n|---|---|---|---|---|---|")
+    for size, phase, planned, measured, terms in rows:
+        largest = ", ".join(f"{name} {value:.2f}" for name, value in sorted(terms.items(), key=lambda item: -item[1])[:4])
+        print(f"| {size} | {phase} | {planned:.2f} | {measured:.2f} | {planned / measured:.2f} | {largest} |")
+
+
+def options(size: str, gpu: bool):
+    """(config of transformers, Config) of a size. No turn of a random policy ends by itself, so all episodes are of the length allowed."""
+    from conftest import make_tokenizer
+    from transformers import AutoConfig
+
+    from lld import config, plan, protocol
+
+    if gpu:
+        name, run = GPU_SIZES[size]
+        shape = json.loads((plan.SHAPES / f"{size}.json").read_text())
+        model, optim = {"gradient_checkpointing": True}, {"name": name}
+    else:
+        shape, model, run = SIZES[size]
+        optim = {}
+    prompt, reply = (len(ids) for ids in (protocol.encode_prompt(make_tokenizer(), QUESTION), make_tokenizer().encode(protocol.INVALID_ACTION)))
+    cfg = config.from_dict({
+        "model": model,
+        "rollout": {"num_questions": run["rows"] // 2, "group_size": 2, "max_turns": run["turns"] - 1, "max_prompt_tokens": prompt, "max_new_tokens": 64, "max_observation_tokens": 100, "max_episode_tokens": prompt + 64 * run["turns"] + reply * (run["turns"] - 1), "num_slots": run["rows"]},
+        "optim": optim | {"updates_per_rollout": 1, "micro_batch_size": run["micro"], "lr": 1e-6, "warmup_steps": 0},
+        "loss": {"lld_weight": 0.0},
+        "plan": {"prompt_tokens": prompt},
+    })  # fmt: skip
+    return AutoConfig.for_model(**{"model_type": "qwen2", "max_position_embeddings": 8192} | shape), cfg
+
+
+def resident(name: str = "VmRSS") -> int:
+    return next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+
+
+def measure(size: str, gpu: bool) -> list:
+    """[size, phase, planned GB, measured GB, terms of the plan] for each phase."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    import torch
+
+    from lld import plan
+
+    shape, cfg = options(size, gpu)
+    small = type(shape)(hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64, vocab_size=1000)
+    play_and_learn(small, cfg, gpu, lambda phase: None)  # loads all that torch loads when it is first used
+    peaks, base, begun = {}, resident(), time.perf_counter()
+
+    def note(phase: str | None) -> None:
+        if phase is not None:
+            peaks[phase] = torch.cuda.max_memory_allocated() if gpu else resident("VmHWM") - base
+            print(f"{size}, {phase}: {peaks[phase] / 1e9:.3f} GB after {time.perf_counter() - begun:.0f} s", file=sys.stderr)
+        torch.cuda.reset_peak_memory_stats() if gpu else Path("/proc/self/clear_refs").write_text("5")
+
+    play_and_learn(shape, cfg, gpu, note)
+    phases = plan.estimate(cfg, plan.shape_of(shape), plan.Setup(1, False, gpu, None))
+    phases["update"] = max(phases["update"], phases.pop("optimizer step"), key=lambda kinds: sum(kinds.values()))
+    told = lambda kinds: {name: value / 1e9 for name, value in kinds.items() if name != "CUDA, fragments"}
+    return [[size, phase, sum(told(phases[phase]).values()), peak / 1e9, told(phases[phase])] for phase, peak in peaks.items()]
+
+
+def play_and_learn(shape, cfg, gpu: bool, note) -> None:
+    """A rollout, its scoring and an update, on a policy whose optimizer has made a step; `note(phase)` after each, `note(None)` before."""
+    import copy
+    import dataclasses
+
+    import torch
+    from accelerate import Accelerator
+    from conftest import make_tokenizer
+    from transformers import AutoModelForCausalLM
+
+    from lld import attention, optimizers, protocol
+    from lld.data import Question
+    from lld.engine import Engine
+    from lld.episode import collate
+    from lld.policy import Policy
+    from lld.rollout import rollout
+    from lld.update import score_rows, update_policy
+
+    accelerator, tokenizer, options = Accelerator(mixed_precision=cfg.model.mixed_precision, cpu=not gpu), make_tokenizer(), cfg.rollout
+    dtype = optimizers.weight_dtype(cfg.optim, accelerator.mixed_precision)
+    lm = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, attn_implementation=attention.NAME)
+    if cfg.model.gradient_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    reference = accelerator.prepare_model(Policy(optimizers.cast(copy.deepcopy(lm), dtype)).requires_grad_(False), evaluation_mode=True)
+    policy = Policy(lm)
+    optimizer = optimizers.make(policy, cfg.optim, dtype)
+    policy, optimizer = accelerator.prepare(policy, optimizer, device_placement=[True, cfg.optim.name != "adamw_offload"])
+    for group in optimizer.param_groups:
+        group["lr"] = cfg.optim.lr
+    questions = [Question(f"bench/{i}", QUESTION, ("nobody",), "bench") for i in range(options.num_questions)]
+
+    def play(questions):
+        with accelerator.autocast():
+            engine = Engine(lm.eval(), tokenizer, num_slots=options.num_slots, temperature=1.0, top_p=1.0, stop_strings=protocol.STOP_STRINGS, eos_ids=())
+            episodes = rollout(engine, tokenizer, questions, None, num_samples=2, seed=0, step=0, max_turns=options.max_turns, max_new_tokens=options.max_new_tokens,
+                               max_observation_tokens=options.max_observation_tokens, max_episode_tokens=options.max_episode_tokens)  # fmt: skip
+        batch = collate(episodes, torch.tensor([1.0, -1.0]).repeat(len(questions), 1), tokenizer.pad_token_id)
+        assert set(batch.lengths_B.tolist()) == {options.max_episode_tokens}
+        return batch
+
+    once = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, updates_per_rollout=1))
+    short = play(questions[:1])
+    update_policy(accelerator, policy, reference, optimizer, short, once, beta=1.0)  # makes the moments
+    note(None)
+    batch = play(questions)
+    note("rollout")
+    score_rows(accelerator, policy.eval(), batch, list(range(cfg.optim.micro_batch_size)), cfg)
+    note("scoring")
+    update_policy(accelerator, policy, reference, optimizer, batch, once, beta=1.0)
+    note("update")
+
+
+if __name__ == "__main__":
+    main()
