@@ -129,30 +129,30 @@ def estimate(cfg: config.Config, shape: Shape, setup: Setup) -> dict[str, dict[s
 
     before, size = cache_sizes(min(cfg.plan.prompt_tokens, rollout.max_prompt_tokens), rollout.max_episode_tokens)
     slot_token = 2 * L * shape.kv * compute
-    repeated = lambda rows: 2 * rows * rollout.max_episode_tokens * A * compute * setup.on_gpu  # keys and values of a layer, once for every query head
-    sampling = {"logits": rollout.num_slots * V * (28 + 16 * (rollout.top_p < 1) + compute % 4), "activations": repeated(rollout.num_slots)}
-    fed = rollout.max_observation_tokens + 1
-    rows = max(1, min(engine.PREFILL_TOKENS // fed, rollout.num_slots))
-    reading = {"activations": rows * fed * (pass_bytes(shape, stream, compute) + 5 * rollout.max_episode_tokens) + repeated(rows)}  # 5: the mask as bool and as numbers
+    sampling = {"logits": rollout.num_slots * V * (16 + compute % 4 + 24 * (rollout.top_p < 1))}  # logits, their log-probabilities, probabilities, these padded; top-p may sort all
+    rows = max(1, min(engine.PASS_TOKENS // (rollout.max_observation_tokens + 1), rollout.num_slots))
+    mask = 5 * rollout.max_episode_tokens * (compute == 4)  # as bool and as numbers; the GPU's kernel needs none
+    reading = {"activations": rows * (rollout.max_observation_tokens + 1) * (2 * C * stream + A * stream + 3 * F * compute + mask)}
     growing = {"cache growing": rollout.num_slots * before * slot_token}
     phases = {"rollout": always | copy | {"KV cache": rollout.num_slots * size * slot_token} | max(sampling, reading, growing, key=total)}
 
     tokens, written = micro_batch(cfg)
-    chunk = min(policy.HEAD_CHUNK, written)
-    last = tokens * C * (12 if stream == 4 else 8) + written * C * stream  # what the final norm and the head read
+    width = min(V, max(1024, policy.SLICE_LOGITS.get("cuda" if setup.on_gpu else "cpu", 2**27) // written))
+    slices = written * width * (12 + compute % 4) if width < V else written * V * (8 + compute % 4)  # the slice before is still there
+    last = tokens * C * (12 if stream == 4 else 8) + written * C * (stream + compute % 4)  # what the final norm and the head read
     reading = {"activations": tokens * pass_bytes(shape, stream, compute)}
-    scoring = {"activations": tokens * C * stream, "logits": 12 * chunk * V + shape.head * (compute % 4)}
+    scoring = {"activations": tokens * C * stream + written * C * (stream + compute % 4), "logits": slices + shape.head * (compute % 4)}
     phases["scoring"] = always | copy | gathered | max(reading, scoring, key=total)
 
-    # The peak is one of three: the end of the forward pass, the logits of a chunk going backward, the last layer going backward.
+    # The peak is one of three: the end of the forward pass, the head going backward, the last layer going backward.
     saved = saved_bytes(shape, stream, compute)
     kept = tokens * L * (C * stream if cfg.model.gradient_checkpointing else saved)
     gradients = {"gradients": N * 4 / share * (1 if setup.sharded or setup.processes == 1 else 2)}  # DDP's buckets are a second copy
     if setup.sharded:
         gathered["FSDP"] += 2 * shape.layer_params * (compute + 4) + shape.head * compute  # gradients on their way
-    ends = [copy | {"activations": kept + last, "logits": 12 * chunk * V}]
+    ends = [copy | {"activations": kept + last, "logits": slices}]
     copy = {} if cfg.model.gradient_checkpointing else copy
-    ends += [copy | {"activations": kept + last, "logits": 20 * chunk * V + shape.head * (compute % 4 + 4 * (written > chunk))}]
+    ends += [copy | {"activations": kept + last + written * C * 4, "logits": max(slices + shape.head * 4, shape.head * 6 * (compute == 2))}]  # and the gradient of the head's weights
     ends += [copy | {"activations": kept + tokens * (saved * cfg.model.gradient_checkpointing + 2 * F * compute + 8 * C), "tied head's gradient": shape.head * 4 * shape.tied}]
     phases["update"] = always | gradients | gathered | max(ends, key=total)
     phases["optimizer step"] = always | gradients | ({} if setup.on_gpu or optim.name != "adamw" else {"one tensor's": 8.0 * shape.largest / share})
@@ -167,9 +167,11 @@ def total(kinds: dict[str, float]) -> float:
 
 def micro_batch(cfg: config.Config) -> tuple[int, int]:
     """Tokens of one forward pass of the update, and those of them that the model wrote, when its rows are as long as they may be."""
-    rollout = cfg.rollout
-    written = min((rollout.max_turns + 1) * rollout.max_new_tokens, rollout.max_episode_tokens - min(cfg.plan.prompt_tokens, rollout.max_prompt_tokens))
-    return cfg.optim.micro_batch_size * rollout.max_episode_tokens, cfg.optim.micro_batch_size * written
+    rollout, optim = cfg.rollout, cfg.optim
+    longest = rollout.max_episode_tokens
+    tokens = optim.micro_batch_size * longest if optim.micro_batch_tokens is None else max(optim.micro_batch_tokens, longest)  # a longer row goes alone
+    written = min((rollout.max_turns + 1) * rollout.max_new_tokens, longest - min(cfg.plan.prompt_tokens, rollout.max_prompt_tokens))
+    return tokens, tokens * written // longest
 
 
 def pass_bytes(shape: Shape, stream: int, compute: int) -> int:
@@ -209,9 +211,9 @@ def times(cfg: config.Config, shape: Shape, setup: Setup) -> Times:
     steps = own * told.written_tokens / slots
     step_bytes = N * compute + slots * length * 2 * shape.layers * shape.kv * compute
     read = own * (told.prompt_tokens / cfg.rollout.group_size + told.observation_tokens)
-    scored = (cfg.loss.old_logprobs == "trainer") + (cfg.loss.kl_weight > 0) + (cfg.loss.lld_lag_steps > 0) + (1 / cfg.monitor.rescore_every if cfg.monitor.rescore_every else 0)
+    scored = (cfg.loss.old_logprobs == "trainer") * (1 - 1 / optim.updates_per_rollout) + (cfg.loss.kl_weight > 0) + (cfg.loss.lld_lag_steps > 0) + (1 / cfg.monitor.rescore_every if cfg.monitor.rescore_every else 0)
     passes = 8 if cfg.model.gradient_checkpointing else 6
-    micro = own / optim.micro_batch_size
+    micro = own / optim.micro_batch_size if optim.micro_batch_tokens is None else own * length / optim.micro_batch_tokens
     parts = {
         "decode": (steps * max(step_bytes / bandwidth, slots * token / flops), f"{steps:,.0f} steps of {slots:.0f} slots, each reads {step_bytes / GB:.1f} GB"),
         "prefill": (read * token / flops, f"{read:,.0f} tokens x {token / 1e9:.1f} GFLOP"),
@@ -249,17 +251,21 @@ def disk(cfg: config.Config, shape: Shape) -> dict[str, tuple[float, str]]:
 
 
 def reduced(cfg: config.Config, shape: Shape, setup: Setup) -> config.Config | None:
-    """`cfg` with as many slots and rows a micro-batch, halved and halved again, as fit; None where even the fewest do not."""
+    """`cfg` with as many slots and as large micro-batches, halved and halved again, as fit; None where even the smallest do not."""
     while True:
         over = [name for name, kinds in estimate(cfg, shape, setup).items() if total(kinds) > setup.memory]
+        rollout, optim = cfg.rollout, cfg.optim
         if not over:
             return cfg
-        if "optimizer step" in over or "rollout" in over and cfg.rollout.num_slots <= 8 or {"update", "scoring"} & set(over) and cfg.optim.micro_batch_size == 1:
-            return None
         if "rollout" in over:
-            cfg = replace(cfg, rollout=replace(cfg.rollout, num_slots=max(8, cfg.rollout.num_slots // 2)))
+            if rollout.num_slots <= 8:
+                return None
+            cfg = replace(cfg, rollout=replace(rollout, num_slots=max(8, rollout.num_slots // 2)))
+        elif "optimizer step" in over or micro_batch(cfg)[0] <= rollout.max_episode_tokens:
+            return None
         else:
-            cfg = replace(cfg, optim=replace(cfg.optim, micro_batch_size=cfg.optim.micro_batch_size // 2))
+            tokens = max(rollout.max_episode_tokens, micro_batch(cfg)[0] // 2)
+            cfg = replace(cfg, optim=replace(optim, micro_batch_tokens=tokens))
 
 
 def remedies(cfg: config.Config, shape: Shape, setup: Setup) -> list[str]:
@@ -283,7 +289,7 @@ def remedies(cfg: config.Config, shape: Shape, setup: Setup) -> list[str]:
     for label, (changed, where) in changes.items():
         peak = max(map(total, estimate(changed, shape, where).values()))
         less = reduced(changed, shape, where)
-        options = [f"{name}={new}" for name, new, old in (("rollout.num_slots", less.rollout.num_slots, changed.rollout.num_slots), ("optim.micro_batch_size", less.optim.micro_batch_size, changed.optim.micro_batch_size)) if new != old] if less else []
+        options = [f"{name}={new}" for name, new, old in (("rollout.num_slots", less.rollout.num_slots, changed.rollout.num_slots), ("optim.micro_batch_tokens", less.optim.micro_batch_tokens, changed.optim.micro_batch_tokens)) if new != old] if less else []
         verdict = "does not fit, whatever the slots and micro-batches"
         if less:
             verdict = f"with {' '.join(options)} {max(map(total, estimate(less, shape, where).values())) / GB:.1f} GB" if options else "fits"
@@ -304,7 +310,7 @@ def describe(cfg: config.Config, shape: Shape, setup: Setup) -> str:
         f"{setup.processes} {device}{'s' * (setup.processes > 1 and setup.on_gpu)}{'es' * (setup.processes > 1 and not setup.on_gpu)}{limit}, {how}; {cfg.optim.name}, "
         f"{cfg.model.mixed_precision if setup.on_gpu else 'no'} mixed precision, gradient checkpointing {'on' if cfg.model.gradient_checkpointing else 'off'}",
         "",
-        f"Memory of each {device}, GB, with all episodes as long as allowed ({cfg.rollout.max_episode_tokens} tokens): {cfg.rollout.num_slots} slots, micro-batches of {cfg.optim.micro_batch_size} rows = {tokens:,} tokens, {written:,} written",
+        f"Memory of each {device}, GB, with all episodes as long as allowed ({cfg.rollout.max_episode_tokens:,} tokens): {cfg.rollout.num_slots} slots, micro-batches of {tokens:,} tokens, {written:,} of them written",
         f"{'':22}" + "".join(f"{name:>16}" for name in phases),
     ]
     lines += [f"{kind:22}" + "".join(f"{parts[kind] / GB:16.2f}" if parts.get(kind) else f"{'':16}" for parts in phases.values()) for kind in kinds if any(parts.get(kind) for parts in phases.values())]
