@@ -56,7 +56,7 @@ class Rollout:
     max_episode_tokens: int = 4096  # prompt, actions and observations together
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
-    num_slots: int = 256  # sequences decoded together, on each process
+    num_slots: int = 128  # sequences decoded together, on each process; `train.py --plan` says what their cache takes
     max_failed_groups: float = 0.1  # share of a step's groups that may be dropped because a search failed; beyond it the run stops
     overlap_search: bool = True  # decode on while searches run; False makes the schedule, and so the last bits, repeatable
 

@@ -303,6 +303,7 @@ def describe(cfg: config.Config, shape: Shape, setup: Setup) -> str:
     limit = f" of {setup.memory / GB:.1f} GB" if setup.memory else ""
     how = "weights, gradients and optimizer sharded" if setup.sharded else "each with the whole model" if setup.processes > 1 else "not sharded"
     phases = estimate(cfg, shape, setup)
+    unit, name = (GB, "GB") if max(map(total, phases.values())) > GB else (1e6, "MB")
     kinds = list(dict.fromkeys(kind for parts in phases.values() for kind in parts))
     tokens, written = micro_batch(cfg)
     lines = [
@@ -310,11 +311,11 @@ def describe(cfg: config.Config, shape: Shape, setup: Setup) -> str:
         f"{setup.processes} {device}{'s' * (setup.processes > 1 and setup.on_gpu)}{'es' * (setup.processes > 1 and not setup.on_gpu)}{limit}, {how}; {cfg.optim.name}, "
         f"{cfg.model.mixed_precision if setup.on_gpu else 'no'} mixed precision, gradient checkpointing {'on' if cfg.model.gradient_checkpointing else 'off'}",
         "",
-        f"Memory of each {device}, GB, with all episodes as long as allowed ({cfg.rollout.max_episode_tokens:,} tokens): {cfg.rollout.num_slots} slots, micro-batches of {tokens:,} tokens, {written:,} of them written",
-        f"{'':22}" + "".join(f"{name:>16}" for name in phases),
+        f"Memory of each {device}, {name}, with all episodes as long as allowed ({cfg.rollout.max_episode_tokens:,} tokens): {cfg.rollout.num_slots} slots, micro-batches of {tokens:,} tokens, {written:,} of them written",
+        f"{'':22}" + "".join(f"{phase:>16}" for phase in phases),
     ]
-    lines += [f"{kind:22}" + "".join(f"{parts[kind] / GB:16.2f}" if parts.get(kind) else f"{'':16}" for parts in phases.values()) for kind in kinds if any(parts.get(kind) for parts in phases.values())]
-    lines += [f"{'sum':22}" + "".join(f"{total(parts) / GB:16.2f}" for parts in phases.values())]
+    lines += [f"{kind:22}" + "".join(f"{parts[kind] / unit:16.2f}" if parts.get(kind) else f"{'':16}" for parts in phases.values()) for kind in kinds if any(parts.get(kind) for parts in phases.values())]
+    lines += [f"{'sum':22}" + "".join(f"{total(parts) / unit:16.2f}" for parts in phases.values())]
     if cfg.optim.name == "adamw_offload":
         lines += [f"and {16 * shape.params / GB:.1f} GB of CPU memory for weights, gradients and moments in float32"]
     if setup.on_gpu:
@@ -323,9 +324,9 @@ def describe(cfg: config.Config, shape: Shape, setup: Setup) -> str:
         told = cfg.plan
         lines += ["", f"A step, estimated for {told.tflops:.0f} TFLOP/s and {told.bandwidth_gb_s:.0f} GB/s of which {100 * told.efficiency:.0f} % are reached, {told.link_gb_s:.0f} GB/s between GPUs, {told.host_gb_s:.0f} GB/s to CPU memory;"]
         lines += [f"an episode assumed to have {told.prompt_tokens} prompt + {told.written_tokens} written + {told.observation_tokens} observation tokens (options plan.…)"]
-        lines += [f"  {name:14}{part:8.0f} s   {why}" for name, (part, why) in step.parts.items()]
+        lines += [f"  {what:14}{part:8.0f} s   {why}" for what, (part, why) in step.parts.items()]
         lines += [f"  {'sum':14}{seconds:8.0f} s   {step.tokens:,} tokens, {step.written:,} written; {cfg.run.steps} steps: {cfg.run.steps * seconds / 3600:.0f} h, without searches and evaluations"]
-    lines += ["", "Disk:"] + [f"  {name:14}{size / GB:8.2f} GB  {why}" for name, (size, why) in disk(cfg, shape).items()]
+    lines += ["", "Disk:"] + [f"  {what:14}{size / GB:8.2f} GB  {why}" for what, (size, why) in disk(cfg, shape).items()]
     return "\n".join(lines)
 
 

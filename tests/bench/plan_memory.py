@@ -19,14 +19,14 @@ ROOT = Path(__file__).parent.parent.parent
 PLAIN = {"mixed_precision": "no", "gradient_checkpointing": False}
 SIZES = {  # Qwen2 shapes for a CPU, and the options of the run
     "24M": ({"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 1536, "vocab_size": 12000, "tie_word_embeddings": True}, PLAIN, {"rows": 16, "micro": 8, "turns": 2}),
-    "107M": ({"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 6, "intermediate_size": 2304, "vocab_size": 32000, "tie_word_embeddings": True}, PLAIN | {"gradient_checkpointing": True}, {"rows": 8, "micro": 4, "turns": 2}),
+    "107M": ({"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 6, "intermediate_size": 2304, "vocab_size": 32000, "tie_word_embeddings": True}, PLAIN | {"gradient_checkpointing": True}, {"rows": 6, "micro": 3, "turns": 2}),
     "304M": ({"hidden_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 2, "intermediate_size": 4096, "vocab_size": 32000, "tie_word_embeddings": False}, PLAIN, {"rows": 4, "micro": 2, "turns": 2}),
 }  # fmt: skip
 GPU_SIZES = {
     "Qwen/Qwen2.5-3B": ("adamw_8bit", {"rows": 32, "micro": 2, "turns": 27}),
     "Qwen/Qwen2.5-7B": ("adamw_offload", {"rows": 32, "micro": 1, "turns": 27}),
 }
-QUESTION = "who wrote it?"
+QUESTION, TURN = "who wrote it?", 32  # TURN: tokens written a turn
 MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
@@ -65,7 +65,7 @@ def options(size: str, gpu: bool):
     prompt, reply = (len(ids) for ids in (protocol.encode_prompt(make_tokenizer(), QUESTION), make_tokenizer().encode(protocol.INVALID_ACTION)))
     cfg = config.from_dict({
         "model": model,
-        "rollout": {"num_questions": run["rows"] // 2, "group_size": 2, "max_turns": run["turns"] - 1, "max_prompt_tokens": prompt, "max_new_tokens": 64, "max_observation_tokens": 100, "max_episode_tokens": prompt + 64 * run["turns"] + reply * (run["turns"] - 1), "num_slots": run["rows"]},
+        "rollout": {"num_questions": run["rows"] // 2, "group_size": 2, "max_turns": run["turns"] - 1, "max_prompt_tokens": prompt, "max_new_tokens": TURN, "max_observation_tokens": 100, "max_episode_tokens": prompt + TURN * run["turns"] + reply * (run["turns"] - 1), "num_slots": run["rows"]},
         "optim": optim | {"updates_per_rollout": 1, "micro_batch_size": run["micro"], "lr": 1e-6, "warmup_steps": 0},
         "loss": {"lld_weight": 0.0},
         "plan": {"prompt_tokens": prompt},
