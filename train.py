@@ -256,7 +256,8 @@ def build(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
     plan.check(cfg)
     lm = load_lm(cfg.model if resumed is None else dataclasses.replace(cfg.model, path=str(resumed)))
     check_fit(lm, tokenizer, cfg.rollout.max_episode_tokens)
-    twin = sharding.rollout_copy(lm, accelerator) if box is None and (sharded or accelerator.mixed_precision == "bf16" and cfg.optim.name != "adamw_offload") else None
+    dtype = optimizers.weight_dtype(cfg.optim, accelerator.mixed_precision)
+    twin = sharding.rollout_copy(lm, accelerator) if box is None and (sharded or accelerator.mixed_precision == "bf16" and dtype == torch.float32) else None
     if cfg.model.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     dtype = optimizers.weight_dtype(cfg.optim, accelerator.mixed_precision)

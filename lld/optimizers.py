@@ -67,8 +67,7 @@ def make(policy: nn.Module, options: Optim, dtype: torch.dtype) -> torch.optim.O
         except ImportError as error:
             raise ValueError(f"optim.name = 'adamw_8bit' needs bitsandbytes: pip install -r requirements-8bit.txt, or use adamw or adamw_offload ({error})") from None
         return AdamW8bit(policy.parameters(), **common)
-    # One pass over the weights; torch's default would hold the roots of all second moments at once on a GPU, 4 bytes a weight.
-    return torch.optim.AdamW(policy.parameters(), fused=True, **common)
+    return torch.optim.AdamW(policy.parameters(), fused=True, **common)  # torch's default would hold the roots of all second moments at once, 4 bytes a weight
 
 
 def weight_dtype(options: Optim, mixed_precision: str) -> torch.dtype:

@@ -77,9 +77,10 @@ class Setup:
     """How a run is spread: `memory` bytes are there for each process, None where nobody knows."""
 
     processes: int
-    sharded: bool
+    sharded: bool  # FSDP2
     on_gpu: bool
     memory: float | None
+    offloaded: bool = False  # FSDP2's shards lie in CPU memory
 
 
 def read_setup(cfg: config.Config) -> Setup:
@@ -87,15 +88,17 @@ def read_setup(cfg: config.Config) -> Setup:
     told, here = cfg.plan, torch.cuda.is_available()
     on_gpu = here or told.gpus is not None or told.gpu_memory_gb is not None
     processes = told.gpus or int(os.environ.get("WORLD_SIZE", 1))
-    asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    sharded = processes > 1 and (asked if told.shard == "launcher" else told.shard == "fsdp")
+    asked = lambda name: os.environ.get(name, "false").lower() == "true"
+    launched = asked("ACCELERATE_USE_FSDP") and "WORLD_SIZE" in os.environ
+    offloaded = launched and asked("FSDP_OFFLOAD_PARAMS") if told.shard == "launcher" else told.shard == "fsdp_offload"
+    sharded = launched if told.shard == "launcher" else offloaded or told.shard == "fsdp" and processes > 1
     if told.gpu_memory_gb is not None:
         available = told.gpu_memory_gb * GB
     elif here:
         available = float(torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", 0))).total_memory)
     else:
         available = None if on_gpu else memory.available_bytes() / int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    return Setup(processes, sharded, on_gpu, available)
+    return Setup(processes, sharded, on_gpu, available, offloaded)
 
 
 def cache_sizes(prompt: int, longest: int) -> tuple[int, int]:
@@ -117,13 +120,12 @@ def estimate(cfg: config.Config, shape: Shape, setup: Setup) -> dict[str, dict[s
     stream = 2 if half and (stored == 2 or setup.sharded) else 4  # of the residual stream, which autocast leaves in the type of the weights
     N, C, L, A, F, V = shape.params, shape.hidden, shape.layers, shape.query, shape.ffn, shape.vocab
 
-    always = {"weights": N * stored / share, "optimizer": N * {"adamw": 8, "adamw_8bit": 2 + 2 * 4 / 256, "adamw_offload": 0}[optim.name] / share}
-    always |= {name: N * stored / share for name, there in (("reference", cfg.loss.kl_weight > 0), ("anchor", cfg.loss.lld_lag_steps > 0)) if there}
-    copy = {}
-    if setup.sharded:
+    here = 0 if setup.offloaded else 1 / share  # the part of weights, gradients and moments on the device
+    always = {"weights": N * stored * here, "optimizer": N * {"adamw": 8, "adamw_8bit": 2 + 2 * 4 / 256, "adamw_offload": 0}[optim.name] * here}
+    always |= {name: N * stored * here for name, there in (("reference", cfg.loss.kl_weight > 0), ("anchor", cfg.loss.lld_lag_steps > 0)) if there}
+    if setup.sharded or half and stored == 4:
         always["rollout copy"] = float(N * compute)
-    elif half and stored == 4:  # autocast keeps what it has cast until its block ends
-        copy["rollout copy"] = float(shape.matmul_params * 2)
+    copy = {"autocast's copy": float(shape.matmul_params * 2)} if half and stored == 4 and not setup.sharded else {}  # of each weight, until its block ends
     root = shape.head * (1 if shape.tied else 2)  # FSDP2 gathers layers one ahead; embedding and head stay until a pass is over
     gathered = {"FSDP": float(compute * (2 * shape.layer_params + root))} if setup.sharded else {}
 
@@ -134,7 +136,7 @@ def estimate(cfg: config.Config, shape: Shape, setup: Setup) -> dict[str, dict[s
     mask = 5 * rollout.max_episode_tokens * (compute == 4)  # as bool and as numbers; the GPU's kernel needs none
     reading = {"activations": rows * (rollout.max_observation_tokens + 1) * (2 * C * stream + A * stream + 3 * F * compute + mask)}
     growing = {"cache growing": rollout.num_slots * before * slot_token}
-    phases = {"rollout": always | copy | {"KV cache": rollout.num_slots * size * slot_token} | max(sampling, reading, growing, key=total)}
+    phases = {"rollout": always | {"optimizer": always["optimizer"] * (not optim.cpu_in_rollout)} | {"KV cache": rollout.num_slots * size * slot_token} | max(sampling, reading, growing, key=total)}
 
     tokens, written = micro_batch(cfg)
     width = min(V, max(1024, policy.SLICE_LOGITS.get("cuda" if setup.on_gpu else "cpu", 2**27) // written))
@@ -147,7 +149,7 @@ def estimate(cfg: config.Config, shape: Shape, setup: Setup) -> dict[str, dict[s
     # The peak is one of three: the end of the forward pass, the head going backward, the last layer going backward.
     saved = saved_bytes(shape, stream, compute)
     kept = tokens * L * (C * stream if cfg.model.gradient_checkpointing else saved)
-    gradients = {"gradients": N * 4 / share * (1 if setup.sharded or setup.processes == 1 else 2)}  # DDP's buckets are a second copy
+    gradients = {"gradients": N * 4 * here * (1 if setup.sharded or setup.processes == 1 else 2)}  # DDP's buckets are a second copy
     if setup.sharded:
         gathered["FSDP"] += 2 * shape.layer_params * (compute + 4) + shape.head * compute  # gradients on their way
     ends = [copy | {"activations": kept + last, "logits": slices}]
@@ -155,7 +157,7 @@ def estimate(cfg: config.Config, shape: Shape, setup: Setup) -> dict[str, dict[s
     ends += [copy | {"activations": kept + last + written * C * 4, "logits": max(slices + shape.head * 4, shape.head * 6 * (compute == 2))}]  # and the gradient of the head's weights
     ends += [copy | {"activations": kept + tokens * (saved * cfg.model.gradient_checkpointing + 2 * F * compute + 8 * C), "tied head's gradient": shape.head * 4 * shape.tied}]
     phases["update"] = always | gradients | gathered | max(ends, key=total)
-    phases["optimizer step"] = always | gradients | ({} if setup.on_gpu or optim.name != "adamw" else {"one tensor's": 8.0 * shape.largest / share})
+    phases["optimizer step"] = always | gradients
     if setup.on_gpu:
         phases = {name: kinds | {"CUDA, fragments": CONTEXT + FRAGMENTS * total(kinds)} for name, kinds in phases.items()}
     return phases
@@ -226,7 +228,11 @@ def times(cfg: config.Config, shape: Shape, setup: Setup) -> Times:
         share = setup.processes if setup.sharded else 1
         moved = 16 if optim.name == "adamw_8bit" else 28
         parts["optimizer"] = (optim.updates_per_rollout * N / share * moved / bandwidth, f"{optim.updates_per_rollout} x {moved} bytes a weight")
-    if setup.sharded:
+    if setup.offloaded:
+        moved = N * ((scored + 2) * micro * 4 + micro * 4)
+        parts["communication"] = (moved / (told.host_gb_s * GB), f"{moved / GB:,.0f} GB of weights and gradients between GPU and CPU memory, as if nothing hid it")
+        parts["optimizer"] = (optim.updates_per_rollout * N / setup.processes * 28 / (told.cpu_gb_s * GB), f"{optim.updates_per_rollout} x 28 bytes a weight in CPU memory")
+    elif setup.sharded:
         moved = N * ((scored + 2) * micro * compute + micro * 4 + compute)
         parts["communication"] = (moved / (told.link_gb_s * GB), f"{moved / GB:,.0f} GB of weights and gradients between GPUs, as if nothing hid it")
     elif setup.processes > 1:
@@ -281,7 +287,9 @@ def remedies(cfg: config.Config, shape: Shape, setup: Setup) -> list[str]:
             if number >= setup.processes:
                 whole = replace(cfg, optim=replace(cfg.optim, name="adamw"))
                 changes[f"sharded over {number} GPUs (FSDP)"] = (whole, replace(setup, processes=number, sharded=True))
-    elif setup.processes < 8:
+        if setup.on_gpu and setup.processes == 1:
+            changes["configs/accelerate/gpu-1-offload.yaml"] = (replace(cfg, optim=replace(cfg.optim, name="adamw")), replace(setup, sharded=True, offloaded=True))
+    elif setup.processes < 8 and not setup.offloaded:
         changes["sharded over 8 GPUs"] = (cfg, replace(setup, processes=8))
     if cfg.loss.kl_weight > 0:
         changes["loss.kl_weight=0"] = (replace(cfg, loss=replace(cfg.loss, kl_weight=0.0)), setup)
@@ -301,7 +309,7 @@ def describe(cfg: config.Config, shape: Shape, setup: Setup) -> str:
     """The plan as it is printed."""
     device = "GPU" if setup.on_gpu else "CPU process"
     limit = f" of {setup.memory / GB:.1f} GB" if setup.memory else ""
-    how = "weights, gradients and optimizer sharded" if setup.sharded else "each with the whole model" if setup.processes > 1 else "not sharded"
+    how = "weights, gradients and optimizer sharded" + ", in CPU memory" * setup.offloaded if setup.sharded else "each with the whole model" if setup.processes > 1 else "not sharded"
     phases = estimate(cfg, shape, setup)
     unit, name = (GB, "GB") if max(map(total, phases.values())) > GB else (1e6, "MB")
     kinds = list(dict.fromkeys(kind for parts in phases.values() for kind in parts))
@@ -316,8 +324,9 @@ def describe(cfg: config.Config, shape: Shape, setup: Setup) -> str:
     ]
     lines += [f"{kind:22}" + "".join(f"{parts[kind] / unit:16.2f}" if parts.get(kind) else f"{'':16}" for parts in phases.values()) for kind in kinds if any(parts.get(kind) for parts in phases.values())]
     lines += [f"{'sum':22}" + "".join(f"{total(parts) / unit:16.2f}" for parts in phases.values())]
-    if cfg.optim.name == "adamw_offload":
-        lines += [f"and {16 * shape.params / GB:.1f} GB of CPU memory for weights, gradients and moments in float32"]
+    if cfg.optim.name == "adamw_offload" or setup.offloaded:
+        each = 16 / setup.processes + 4 * (cfg.loss.kl_weight > 0) / setup.processes if setup.offloaded else 16
+        lines += [f"and {each * shape.params / GB:.1f} GB of CPU memory a process for weights, gradients and moments{' and the reference' * (setup.offloaded and cfg.loss.kl_weight > 0)} in float32"]
     if setup.on_gpu:
         step = times(cfg, shape, setup)
         seconds = sum(part for part, _ in step.parts.values())

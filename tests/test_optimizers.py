@@ -99,3 +99,15 @@ def test_without_bitsandbytes_the_remedy_is_named(tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
     with pytest.raises(ValueError, match="needs bitsandbytes: pip install -r requirements-8bit.txt, or use adamw or adamw_offload"):
         make(tokenizer, "adamw_8bit")
+
+
+def test_accelerate_leaves_the_offloaded_state_where_it_is(tokenizer):
+    from accelerate import Accelerator
+
+    expected = steps(*make(tokenizer, "adamw_offload", torch.bfloat16), 2)
+    policy, optimizer = make(tokenizer, "adamw_offload", torch.bfloat16, lr=0.0)
+    policy, optimizer = Accelerator(cpu=True).prepare(policy, optimizer, device_placement=[True, False])
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-3
+    for a, b in zip(expected, steps(policy, optimizer, 2)):
+        assert torch.equal(a, b)

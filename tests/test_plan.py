@@ -27,7 +27,7 @@ def peak(cfg: config.Config) -> float:
 def no_hub(monkeypatch, tmp_path):
     """Nothing may come from a network or a cache of the hub; and the launcher's variables are this test's."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ACCELERATE_USE_FSDP", "FSDP_OFFLOAD_PARAMS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
 
@@ -48,7 +48,7 @@ def test_the_shapes_have_the_published_numbers_of_parameters(name, params):
 
 def test_the_cache_is_predicted_to_the_token(lm):
     for prompt, longest in ((1, 300), (250, 4096), (700, 1500), (256, 256)):
-        cache = engine.SlotCache(lm.config, 1, "cpu", torch.float32)
+        cache = engine.SlotCache(lm.config, 1, torch.device("cpu"), torch.float32)
         sizes = [cache.state.shape[3]]
         for length in range(prompt, longest + 1):
             cache.reserve(length)
@@ -96,18 +96,18 @@ def test_optimizers_and_options_have_their_price():
     offloaded = size("optim.name=adamw_offload")
     assert offloaded["optimizer"] == 0 and offloaded["weights"] == 2 * 3_085_938_688
     assert "reference" in size() and "reference" not in size("loss.kl_weight=0")
-    assert peak(load("3b", "plan.gpus=1", "model.gradient_checkpointing=false")) > 3 * peak(load("3b", "plan.gpus=1", "rollout.num_slots=8"))
+    assert size("model.gradient_checkpointing=false")["activations"] > 5 * size()["activations"]
 
 
 def test_what_does_not_fit_is_refused_with_what_would(capsys):
-    cfg = load("7b", "plan.gpus=1", "plan.gpu_memory_gb=80")
-    assert plan.main(cfg) == 2
+    asked = ["plan.gpus=1", "plan.gpu_memory_gb=80", "rollout.num_slots=256", "optim.micro_batch_tokens=65536"]
+    assert plan.main(load("7b", *asked)) == 2
     printed = capsys.readouterr().out
     assert "Does not fit: phase" in printed and "there are 80.0" in printed
     for remedy in ("as it is", "optim.name=adamw_8bit", "optim.name=adamw_offload", "sharded over 8 GPUs (FSDP)", "loss.kl_weight=0"):
         assert re.search(rf"^  {re.escape(remedy)}: \d+\.\d GB; ", printed, re.MULTILINE), remedy
     found = re.search(r"adamw_offload: .* with ((?:\S+=\d+ )+)(\d+\.\d) GB", printed)
-    advised = load("7b", "plan.gpus=1", "plan.gpu_memory_gb=80", "optim.name=adamw_offload", *found[1].split())
+    advised = load("7b", *asked, "optim.name=adamw_offload", *found[1].split())
     assert peak(advised) / 1e9 == pytest.approx(float(found[2]), abs=0.06) and plan.main(advised) == 0  # the advice is good
 
 
@@ -125,6 +125,8 @@ def test_the_launcher_tells_processes_and_sharding(monkeypatch, capsys):
     assert plan.read_setup(load("7b", "plan.gpu_memory_gb=80")) == plan.Setup(4, False, True, 80e9)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert plan.read_setup(load("7b", "plan.gpu_memory_gb=80")) == plan.Setup(4, True, True, 80e9)
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
+    assert plan.read_setup(load("7b", "plan.gpu_memory_gb=80")).offloaded and not plan.read_setup(load("7b", "plan.gpu_memory_gb=80", "plan.shard=fsdp")).offloaded
     plan.main(load("7b", "plan.gpu_memory_gb=80"))
     assert capsys.readouterr().out == ""  # the first process speaks
     with pytest.raises(ValueError, match="optim.name = 'adamw_8bit' works on whole weights"):
@@ -135,7 +137,7 @@ def test_a_run_on_a_gpu_is_refused_only_where_weights_gradients_and_optimizer_al
     properties = type("Properties", (), {"total_memory": 80e9})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    with pytest.raises(ValueError, match=r"weights, gradients, optimizer and copies alone take 166.5 GB of a GPU's 80.0 GB"):
+    with pytest.raises(ValueError, match=r"weights, gradients, optimizer and copies alone take 167.5 GB of a GPU's 80.0 GB"):
         plan.check(load("7b"))
     plan.check(load("3b"))
     assert "with episodes as long as allowed this run takes" in capsys.readouterr().err  # may fit: said, not refused

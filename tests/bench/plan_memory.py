@@ -1,4 +1,4 @@
-"""Planned against measured peak memory: `python tests/bench/plan_memory.py [--sizes 24M 107M 304M] [--gpu]`, one table.
+"""Planned against measured peak memory: `python tests/bench/plan_memory.py [--sizes 24M 110M 305M] [--gpu]`, one table.
 
 For each model size a fresh process plays a rollout, scores it and makes updates with the run's own code (lld/rollout.py,
 lld/update.py), random weights and episodes as long as allowed. On a CPU the peak of a phase is the kernel's VmHWM, set back before
@@ -18,16 +18,16 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 PLAIN = {"mixed_precision": "no", "gradient_checkpointing": False}
 SIZES = {  # Qwen2 shapes for a CPU, and the options of the run
-    "24M": ({"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 1536, "vocab_size": 12000, "tie_word_embeddings": True}, PLAIN, {"rows": 16, "micro": 8, "turns": 2}),
-    "107M": ({"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 6, "intermediate_size": 2304, "vocab_size": 32000, "tie_word_embeddings": True}, PLAIN | {"gradient_checkpointing": True}, {"rows": 6, "micro": 3, "turns": 2}),
-    "304M": ({"hidden_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 2, "intermediate_size": 4096, "vocab_size": 32000, "tie_word_embeddings": False}, PLAIN, {"rows": 4, "micro": 2, "turns": 2}),
+    "24M": ({"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 1536, "vocab_size": 12000, "tie_word_embeddings": True}, PLAIN, {"rows": 12, "micro": 6, "turns": 2}),
+    "110M": ({"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 6, "intermediate_size": 2304, "vocab_size": 32000, "tie_word_embeddings": True}, PLAIN | {"gradient_checkpointing": True}, {"rows": 6, "micro": 3, "turns": 2}),
+    "305M": ({"hidden_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 2, "intermediate_size": 4096, "vocab_size": 32000, "tie_word_embeddings": False}, PLAIN, {"rows": 2, "micro": 1, "turns": 2}),
 }  # fmt: skip
 GPU_SIZES = {
     "Qwen/Qwen2.5-3B": ("adamw_8bit", {"rows": 32, "micro": 2, "turns": 27}),
     "Qwen/Qwen2.5-7B": ("adamw_offload", {"rows": 32, "micro": 1, "turns": 27}),
 }
 QUESTION, TURN = "who wrote it?", 32  # TURN: tokens written a turn
-MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_WAIT_POLICY": "PASSIVE"}
+MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_TRIM_THRESHOLD_": "1000000", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def main() -> None:
@@ -103,7 +103,7 @@ def measure(size: str, gpu: bool) -> list:
 
 
 def play_and_learn(shape, cfg, gpu: bool, note) -> None:
-    """A rollout, its scoring and an update, on a policy whose optimizer has made a step; `note(phase)` after each, `note(None)` before."""
+    """A rollout, the scoring of a micro-batch and an update of two, on a policy whose optimizer has made a step; `note(phase)` after each, `note(None)` before."""
     import copy
     import dataclasses
 
@@ -142,15 +142,17 @@ def play_and_learn(shape, cfg, gpu: bool, note) -> None:
         assert set(batch.lengths_B.tolist()) == {options.max_episode_tokens}
         return batch
 
-    once = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, updates_per_rollout=1))
-    short = play(questions[:1])
-    update_policy(accelerator, policy, reference, optimizer, short, once, beta=1.0)  # makes the moments
+    for weight in policy.parameters():  # a step makes the moments
+        weight.grad = torch.zeros_like(weight, dtype=torch.float32)
+    optimizer.step()
+    optimizer.zero_grad()
     note(None)
     batch = play(questions)
     note("rollout")
-    score_rows(accelerator, policy.eval(), batch, list(range(cfg.optim.micro_batch_size)), cfg)
+    score_rows(accelerator, reference, batch, [list(range(cfg.optim.micro_batch_size))], cfg)
     note("scoring")
-    update_policy(accelerator, policy, reference, optimizer, batch, once, beta=1.0)
+    unscored = dataclasses.replace(cfg, loss=dataclasses.replace(cfg.loss, kl_weight=0.0))  # the reference is there, but its pass was measured just now
+    update_policy(accelerator, policy, None, optimizer, batch, unscored, beta=1.0)
     note("update")
 
 
