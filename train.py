@@ -239,8 +239,6 @@ def build(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
     sharded = sharding.is_asked(accelerator)
     if sharded and cfg.monitor.crash_box:
         raise ValueError(f"monitor.crash_box = {cfg.monitor.crash_box} with sharded weights: a box is kept whole by one process, which is what sharding is to avoid; set it to 0, or train without FSDP")
-    if sharded and cfg.optim.name != "adamw":
-        raise ValueError(f"optim.name = {cfg.optim.name!r} with sharded weights: shards of AdamW's own state are small already; use adamw, with fsdp_offload_params in accelerate's configuration where CPU memory must help")
     torch.use_deterministic_algorithms(cfg.run.deterministic, warn_only=True)
     set_seed(cfg.run.seed)  # episodes and data order have their own generators; this is for anything a model may draw
     checkpoint.check_run_dir(run_dir, cfg, resume)
@@ -260,7 +258,6 @@ def build(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
     twin = sharding.rollout_copy(lm, accelerator) if box is None and (sharded or accelerator.mixed_precision == "bf16" and dtype == torch.float32) else None
     if cfg.model.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    dtype = optimizers.weight_dtype(cfg.optim, accelerator.mixed_precision)
     place = functools.partial(sharding.shard, accelerator=accelerator) if sharded else functools.partial(accelerator.prepare_model, evaluation_mode=True)
     frozen = lambda model: place(Policy(optimizers.cast(model, dtype)).requires_grad_(False))
     reference = frozen(load_lm(cfg.model)) if cfg.loss.kl_weight > 0 else None

@@ -89,8 +89,8 @@ def read_setup(cfg: config.Config) -> Setup:
     on_gpu = here or told.gpus is not None or told.gpu_memory_gb is not None
     processes = told.gpus or int(os.environ.get("WORLD_SIZE", 1))
     asked = lambda name: os.environ.get(name, "false").lower() == "true"
-    launched = asked("ACCELERATE_USE_FSDP") and "WORLD_SIZE" in os.environ
-    offloaded = launched and asked("FSDP_OFFLOAD_PARAMS") if told.shard == "launcher" else told.shard == "fsdp_offload"
+    launched = asked("ACCELERATE_USE_FSDP") and processes > 1
+    offloaded = launched and asked("FSDP_OFFLOAD_PARAMS") if told.shard == "launcher" else told.shard == "fsdp_offload" and processes > 1
     sharded = launched if told.shard == "launcher" else offloaded or told.shard == "fsdp" and processes > 1
     if told.gpu_memory_gb is not None:
         available = told.gpu_memory_gb * GB
@@ -287,8 +287,6 @@ def remedies(cfg: config.Config, shape: Shape, setup: Setup) -> list[str]:
             if number >= setup.processes:
                 whole = replace(cfg, optim=replace(cfg.optim, name="adamw"))
                 changes[f"sharded over {number} GPUs (FSDP)"] = (whole, replace(setup, processes=number, sharded=True))
-        if setup.on_gpu and setup.processes == 1:
-            changes["configs/accelerate/gpu-1-offload.yaml"] = (replace(cfg, optim=replace(cfg.optim, name="adamw")), replace(setup, sharded=True, offloaded=True))
     elif setup.processes < 8 and not setup.offloaded:
         changes["sharded over 8 GPUs"] = (cfg, replace(setup, processes=8))
     if cfg.loss.kl_weight > 0:
