@@ -25,7 +25,7 @@ class SlotCache:
     def __init__(self, config, num_slots: int, device, dtype):
         heads = config.num_key_value_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.shape, self.options = (config.num_hidden_layers, 2, num_slots, heads, dim), dict(device=device, dtype=dtype)
+        self.shape, self.options = (config.num_hidden_layers, 2, num_slots, heads, dim), dict(device=torch.device(device), dtype=dtype)
         self.state = self._allocate(LENGTH_BUCKET)
 
     def _allocate(self, length: int) -> torch.Tensor:
