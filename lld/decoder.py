@@ -1,4 +1,4 @@
-"""One forward pass of packed tokens through a decoder, with keys and values in the engine's cache.
+"""The cache of keys and values, and one forward pass of packed tokens through a decoder that reads and fills it.
 
 Llama, Qwen2 and Qwen3 decoders are run layer by layer here, through their own modules: transformers' forward takes twice the
 operations, which is what a small batch costs, and computes the last layer for tokens whose output nobody reads. Every other
@@ -12,7 +12,56 @@ from lld import attention
 from lld.attention import Spans
 
 KINDS = ("llama", "qwen2", "qwen3")
+LENGTH_BUCKET = 256  # the cache grows in steps of this many tokens
 ROPES = ("default", "linear", "llama3", "yarn")  # angles that do not depend on the length of the sequence
+
+
+class SlotCache:
+    """Keys and values of all slots in one tensor (layers, 2, S, T, H, D); what transformers calls `past_key_values`.
+
+    `spans` says which rows and positions the tokens of the present pass belong to.
+    """
+
+    def __init__(self, config, num_slots: int, device, dtype):
+        heads = config.num_key_value_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.shape, self.options = (config.num_hidden_layers, 2, num_slots, heads, dim), dict(device=torch.device(device), dtype=dtype)
+        self.state = self._allocate(LENGTH_BUCKET)
+
+    def _allocate(self, length: int) -> torch.Tensor:
+        *outer, heads, dim = self.shape
+        # Zeros, because masked keys still enter the softmax as 0 * value and must be finite. In memory a head's tokens are
+        # neighbours on a CPU, whose attention takes 4 times longer otherwise; a GPU's varlen kernel asks for whole tokens.
+        if self.options["device"].type == "cuda":
+            return torch.zeros(*outer, length, heads, dim, **self.options)
+        return torch.zeros(*outer, heads, length, dim, **self.options).transpose(3, 4)
+
+    def reserve(self, length: int) -> None:
+        """Makes room for `length` tokens a row."""
+        old = self.state
+        if length > old.shape[3]:
+            self.state = self._allocate(-(-max(length, old.shape[3] * 3 // 2) // LENGTH_BUCKET) * LENGTH_BUCKET)
+            self.state[:, :, :, : old.shape[3]] = old
+
+    def write(self, layer: int, keys_NHD: torch.Tensor, values_NHD: torch.Tensor) -> torch.Tensor:
+        """Stores the pass's tokens and returns keys and values (2, A, T, H, D) of its rows."""
+        at = (self.spans.rows_N, self.spans.positions_N)
+        for kept, new in zip(self.state[layer], (keys_NHD, values_NHD)):
+            kept.index_put_(at, new.to(kept.dtype))
+        return self.state[layer, :, : self.spans.num_rows]
+
+    def update(self, keys_1HND, values_1HND, layer_idx, *_args, **_kwargs):
+        return self.write(layer_idx, keys_1HND[0].transpose(0, 1), values_1HND[0].transpose(0, 1)).unbind()
+
+    def move_rows(self, moves: list[tuple[int, int, int]]) -> None:
+        """Copies (source, target, tokens) rows, all at once: a target may be another's source."""
+        held = [self.state[:, :, source, :length].clone() for source, _, length in moves]
+        for (_, target, length), row in zip(moves, held):
+            self.state[:, :, target, :length] = row
+
+    # transformers asks this of a cache; the mask and positions it would derive from it are always given.
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
 
 
 class Decoder:

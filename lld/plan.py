@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lld import config, engine, memory, policy, tinyworld
+from lld import config, decoder, engine, memory, policy, tinyworld
 
 GB = 1e9
 SHAPES = Path(__file__).parent.parent / "configs" / "shapes"  # published architectures by hub name, for a plan without a download
@@ -103,10 +103,10 @@ def read_setup(cfg: config.Config) -> Setup:
 
 def cache_sizes(prompt: int, longest: int) -> tuple[int, int]:
     """Tokens a slot of the engine's cache has room for, before and after it grows for the last time (SlotCache.reserve: by half at least)."""
-    before = size = engine.LENGTH_BUCKET
+    before = size = decoder.LENGTH_BUCKET
     while size < longest:
         missing = max(max(prompt, size + 1) - size, size // 2)
-        before, size = size, size + -(-missing // engine.LENGTH_BUCKET) * engine.LENGTH_BUCKET
+        before, size = size, size + -(-missing // decoder.LENGTH_BUCKET) * decoder.LENGTH_BUCKET
     return before, size
 
 

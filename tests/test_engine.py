@@ -5,9 +5,10 @@ import torch
 import transformers
 from conftest import make_lm
 
-from lld.engine import Engine, sample_tokens
+from lld.engine import Engine
 from lld.policy import Policy
 from lld.protocol import STOP_STRINGS
+from lld.sampling import sample_tokens
 
 
 def new_engine(lm, tokenizer, **options):
@@ -39,7 +40,7 @@ PROMPTS = [[10, 20, 30], [40, 50, 60, 70, 80, 90], [11] * 70, [12, 13]]
 
 def test_greedy_turns_equal_reprefill_with_generate(lm, tokenizer, monkeypatch):
     """KV kept across turns, shared prompts, ragged passes, a cache that grows: nothing may change a token."""
-    monkeypatch.setattr("lld.engine.LENGTH_BUCKET", 16)
+    monkeypatch.setattr("lld.decoder.LENGTH_BUCKET", 16)
     engine = new_engine(lm, tokenizer, temperature=0, num_slots=3)
     for key, prompt in enumerate(PROMPTS):
         engine.add(key, prompt, [0], 15)
