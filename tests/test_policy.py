@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lld import policy
 from lld.policy import token_scores
@@ -56,6 +57,23 @@ def test_logits_far_apart_neither_overflow_nor_lose_the_target(monkeypatch):
 def test_a_micro_batch_without_tokens_has_a_gradient_of_zero():
     _, _, hidden_grad_NC, weight_grad_VC = scores_and_gradients(token_scores, torch.float32, 1.0, True, False, num_tokens=0)
     assert hidden_grad_NC.shape == (0, 24) and weight_grad_VC.shape == (3001, 24) and not weight_grad_VC.any()
+
+
+def test_tied_weights_have_the_whole_gradient_and_it_is_dense():
+    """The embedding's part is added to the head's; checked against the model's own logits, over two micro-batches."""
+    torch.manual_seed(0)
+    options = Qwen2Config(vocab_size=500, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+    lm, token_ids_BT = Qwen2ForCausalLM(options), torch.randint(0, 500, (3, 20))
+    scored_BT = torch.zeros(3, 20, dtype=torch.bool)
+    scored_BT[:, 5:] = True
+    for _ in range(2):
+        logp_BTV = lm(token_ids_BT).logits[:, :-1].log_softmax(-1)
+        logp_BTV.gather(-1, token_ids_BT[:, 1:, None])[:, 4:].sum().backward()
+    weight = lm.get_input_embeddings().weight
+    wanted, weight.grad = weight.grad, None
+    for _ in range(2):
+        policy.Policy(lm)(token_ids_BT, scored_BT)[0].sum().backward()
+    assert weight.grad.layout == torch.strided and float((weight.grad - wanted).norm() / wanted.norm()) < 1e-6
 
 
 def test_logits_computed_in_bfloat16_are_summed_in_float32():
