@@ -98,10 +98,6 @@ class Policy(nn.Module):
         lengths_B = (scored_BT * position_T).amax(1)  # the last scored token is predicted, not read
         lengths_B[0] = lengths_B[0].clamp(min=1)  # a process without tokens must still take part in the backward pass
         read_BT = position_T < lengths_B[:, None]
-        # Where the head shares its weights, the embedding's rows are added to the head's gradient in place, not as a second full matrix. Set here, because
-        # DistributedDataParallel, which looks when it is built, would then expect the sum to be sparse.
-        embeddings = self.lm.get_input_embeddings()
-        embeddings.sparse = embeddings.weight is self.lm.get_output_embeddings().weight
         hidden_NC = self.lm.base_model(
             token_ids_BT[read_BT][None], position_ids=position_T.expand_as(read_BT)[read_BT][None], use_cache=False, row_lengths=attention.row_lengths(lengths_B[lengths_B > 0])
         ).last_hidden_state[0]

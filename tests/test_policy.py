@@ -60,7 +60,7 @@ def test_a_micro_batch_without_tokens_has_a_gradient_of_zero():
 
 
 def test_tied_weights_have_the_whole_gradient_and_it_is_dense():
-    """The embedding's part is added to the head's; checked against the model's own logits, over two micro-batches."""
+    """The head's part and the embedding's; checked against the model's own logits, over two micro-batches."""
     torch.manual_seed(0)
     options = Qwen2Config(vocab_size=500, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
     lm, token_ids_BT = Qwen2ForCausalLM(options), torch.randint(0, 500, (3, 20))
