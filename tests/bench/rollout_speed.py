@@ -342,9 +342,9 @@ def main() -> None:
     print(f"a token costs {prefill * 1e3:.3f} ms in a prefill, {read * 1e3:.3f} with the LM head, {decode * 1e3:.3f} in a decode step of all rows\n")
     print("| rollout | kept tokens | seconds | kept tokens/s | ours is faster by |\n|---|---|---|---|---|")
     for name, (num, took) in rows.items():
-        print(f"| {name} | {num} | {took:.2f} | {num / took:.0f} | {(kept / seconds) / (num / took):.2f} |")
+        print(f"| {name} | {num} | {took:.2f} | {num / took:.1f} | {(kept / seconds) / (num / took):.2f} |")
     for name, bound in (("bound: prefill, then decode steps of all rows", pushed * prefill + sampled * decode), ("bound: all at the price of a prefill", pushed * prefill + sampled * read)):
-        print(f"| {name} | {sampled} | {bound:.2f} | {sampled / bound:.0f} | {(kept / seconds) / (sampled / bound):.2f} |")
+        print(f"| {name} | {sampled} | {bound:.2f} | {sampled / bound:.1f} | {(kept / seconds) / (sampled / bound):.2f} |")
 
 
 if __name__ == "__main__":
