@@ -6,6 +6,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests start several processes on few cores
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -14,6 +15,8 @@ os.environ.setdefault("LLD_CACHE", tempfile.mkdtemp(prefix="lld-tests-"))
 
 import pytest
 import torch
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is started with it ignored, and would hand that down
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"
