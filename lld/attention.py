@@ -115,6 +115,7 @@ def attend(module, query_BHND, key_BHND, value_BHND, attention_mask, *, scaling=
         out_BHND = scaled_dot_product_attention(query_BHND, key_BHND, value_BHND, attn_mask=attention_mask, is_causal=causal, scale=scaling, dropout_p=dropout, enable_gqa=True)
         return out_BHND.transpose(1, 2).contiguous(), None
     assert query_BHND.shape[0] == 1 and sum(row_lengths.lengths) == query_BHND.shape[2]
+    query_BHND, key_BHND = query_BHND.to(value_BHND.dtype), key_BHND.to(value_BHND.dtype)  # under autocast rotary angles made them float32
     if varlen_attn is not None and query_BHND.is_cuda and query_BHND.dtype in (torch.float16, torch.bfloat16) and not dropout:
         longest = max(row_lengths.lengths)
         query_NHD, key_NHD, value_NHD = (x[0].transpose(0, 1).contiguous() for x in (query_BHND, key_BHND, value_BHND))
