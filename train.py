@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
         return plan.main(cfg) if args.plan else train(guard, cfg, args.resume)
     except ValueError as error:  # the user's; everything else is ours and keeps its traceback
         print(f"train.py: {error}", file=sys.stderr)
-        return 2
+        return survive.USER
     except RetrieverError as error:
         print(f"train.py: {error}", file=sys.stderr)
         return survive.RETRIEVER
@@ -406,8 +406,7 @@ def write_checkpoint(parts: Parts, cfg: config.Config, num_steps: int) -> Path |
         if not survive.largest(accelerator, present):
             weights = sharding.whole_weights(parts.bare, accelerator)
             shard = {"optimizer": sharding.optimizer_state(parts.optimizer), "snapshots": parts.snapshots}
-            shared = {"rng": torch.get_rng_state(), "shapes": sharding.shapes(parts.bare)}
-            checkpoint.save(cfg.run.dir, num_steps, parts.lm, parts.tokenizer, shared, accelerator=accelerator, weights=weights, shard=shard)
+            checkpoint.save(cfg.run.dir, num_steps, parts.lm, parts.tokenizer, shared_state(parts), accelerator=accelerator, weights=weights, shard=shard)
     elif not accelerator.is_main_process:
         return None
     elif not present:
@@ -415,9 +414,14 @@ def write_checkpoint(parts: Parts, cfg: config.Config, num_steps: int) -> Path |
     return folder
 
 
+def shared_state(parts: Parts) -> dict:
+    """What an exact restart needs besides weights and step, and every process knows."""
+    return {"rng": torch.get_rng_state(), "shapes": sharding.shapes(parts.bare)}
+
+
 def trainer_state(parts: Parts) -> dict:
-    """What an exact restart needs besides weights and step, where nothing is sharded."""
-    return {"optimizer": parts.optimizer.state_dict(), "rng": torch.get_rng_state(), "snapshots": parts.snapshots, "shapes": sharding.shapes(parts.bare)}
+    """All an exact restart needs besides weights and step, where nothing is sharded."""
+    return shared_state(parts) | {"optimizer": parts.optimizer.state_dict(), "snapshots": parts.snapshots}
 
 
 def stop(parts: Parts, cfg: config.Config, num_steps: int, why: str, code: int) -> int:

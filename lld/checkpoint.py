@@ -26,9 +26,6 @@ from safetensors import SafetensorError
 
 from lld import config, metrics
 
-# Options that a resumed run may change.
-RESUMABLE = ("run.dir", "run.steps", "run.save_every", "run.keep_checkpoints", "run.watchdog_s", "run.trackers", "optim.micro_batch_size", "optim.micro_batch_tokens", "rollout.num_slots", "rollout.max_failed_groups", "retriever.url", "retriever.replicas", "retriever.timeout_s", "retriever.deadline_s", "retriever.retries", "retriever.record")
-
 DISK_ERRORS = tuple(getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "EIO", "ENOTDIR", "ESTALE"))
 
 
@@ -219,8 +216,8 @@ def check_run_dir(run_dir: Path, cfg: config.Config, resume: bool) -> None:
     for section, options in now.items():
         for name, value in options.items():
             was = before.get(section, {}).get(name, defaults[section][name])  # an option that is newer than the run had its default
-            if section != "plan" and f"{section}.{name}" not in RESUMABLE and was != value:
-                raise ValueError(f"--resume: {section}.{name} was {was!r} and is {value!r} now; a resumed run keeps its options (free to change: {', '.join(RESUMABLE)})")
+            if section != "plan" and f"{section}.{name}" not in config.RESUMABLE and was != value:
+                raise ValueError(f"--resume: {section}.{name} was {was!r} and is {value!r} now; a resumed run keeps its options (free to change: {', '.join(config.RESUMABLE)})")
 
 
 def begin_run(run_dir: Path, cfg: config.Config, first_step: int) -> None:

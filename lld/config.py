@@ -16,6 +16,12 @@ from typing import Literal
 import yaml
 
 BENCHMARKS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wiki", "musique", "bamboogle")
+# Options that a resumed run may change.
+RESUMABLE = (
+    "run.dir", "run.steps", "run.save_every", "run.keep_checkpoints", "run.watchdog_s", "run.trackers", "optim.micro_batch_size",
+    "optim.micro_batch_tokens", "rollout.num_slots", "rollout.max_failed_groups", "retriever.url", "retriever.replicas", "retriever.timeout_s",
+    "retriever.deadline_s", "retriever.retries", "retriever.record",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

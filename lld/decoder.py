@@ -16,6 +16,11 @@ LENGTH_BUCKET = 256  # the cache grows in steps of this many tokens
 ROPES = ("default", "linear", "llama3", "yarn")  # angles that do not depend on the length of the sequence
 
 
+def grown(room: int, length: int) -> int:
+    """Tokens a row has room for after a cache with `room` had to take `length`: half as many again at least, in whole buckets."""
+    return -(-max(length, room * 3 // 2) // LENGTH_BUCKET) * LENGTH_BUCKET
+
+
 class SlotCache:
     """Keys and values of all slots in one tensor (layers, 2, S, T, H, D); what transformers calls `past_key_values`.
 
@@ -40,7 +45,7 @@ class SlotCache:
         """Makes room for `length` tokens a row."""
         old = self.state
         if length > old.shape[3]:
-            self.state = self._allocate(-(-max(length, old.shape[3] * 3 // 2) // LENGTH_BUCKET) * LENGTH_BUCKET)
+            self.state = self._allocate(grown(old.shape[3], length))
             self.state[:, :, :, : old.shape[3]] = old
 
     def write(self, layer: int, keys_NHD: torch.Tensor, values_NHD: torch.Tensor) -> torch.Tensor:

@@ -18,10 +18,9 @@ from lld import config
 
 KEYS = ("base", "out", "options", "worlds", "arms", "reference", "figure_arms", "learning_rates", "seeds", "steps", "grids")
 GRID_KEYS = ("worlds", "arms", "learning_rates", "seeds", "steps", "options")
-# What a resumed run may change (checkpoint.RESUMABLE, which would import torch), where a world lies and what only watches: none makes it another run.
+# What a resumed run may change, where a world lies and what only watches: none makes it another run.
 FREE = (
-    "run.dir", "run.steps", "run.save_every", "run.keep_checkpoints", "run.watchdog_s", "run.trackers", "optim.micro_batch_size", "optim.micro_batch_tokens", "rollout.num_slots", "rollout.max_failed_groups",
-    "retriever.url", "retriever.replicas", "retriever.timeout_s", "retriever.deadline_s", "retriever.retries", "retriever.record",
+    *config.RESUMABLE,
     "tinyworld.dir", "model.path", "data.train", "retriever.corpus", "eval.benchmarks",
     "monitor.rescore_every", "monitor.sentinel_every", "monitor.sentinel_size", "monitor.trajectories_every", "monitor.trajectories_questions", "monitor.crash_box",
 )  # fmt: skip

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lld import config, decoder, engine, memory, policy, tinyworld
+from lld import config, decoder, engine, memory, policy, sharding, tinyworld
 
 GB = 1e9
 SHAPES = Path(__file__).parent.parent / "configs" / "shapes"  # published architectures by hub name, for a plan without a download
@@ -88,9 +88,8 @@ def read_setup(cfg: config.Config) -> Setup:
     told, here = cfg.plan, torch.cuda.is_available()
     on_gpu = here or told.gpus is not None or told.gpu_memory_gb is not None
     processes = told.gpus or int(os.environ.get("WORLD_SIZE", 1))
-    asked = lambda name: os.environ.get(name, "false").lower() == "true"
-    launched = asked("ACCELERATE_USE_FSDP") and processes > 1
-    offloaded = launched and asked("FSDP_OFFLOAD_PARAMS") if told.shard == "launcher" else told.shard == "fsdp_offload" and processes > 1
+    launched = sharding.asked("FSDP") and processes > 1
+    offloaded = launched and os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true" if told.shard == "launcher" else told.shard == "fsdp_offload" and processes > 1
     sharded = launched if told.shard == "launcher" else offloaded or told.shard == "fsdp" and processes > 1
     if told.gpu_memory_gb is not None:
         available = told.gpu_memory_gb * GB
@@ -102,11 +101,10 @@ def read_setup(cfg: config.Config) -> Setup:
 
 
 def cache_sizes(prompt: int, longest: int) -> tuple[int, int]:
-    """Tokens a slot of the engine's cache has room for, before and after it grows for the last time (SlotCache.reserve: by half at least)."""
+    """Tokens a slot of the engine's cache has room for, before and after it grows for the last time (decoder.grown)."""
     before = size = decoder.LENGTH_BUCKET
     while size < longest:
-        missing = max(max(prompt, size + 1) - size, size // 2)
-        before, size = size, size + -(-missing // decoder.LENGTH_BUCKET) * decoder.LENGTH_BUCKET
+        before, size = size, decoder.grown(size, max(prompt, size + 1))
     return before, size
 
 

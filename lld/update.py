@@ -166,10 +166,11 @@ def update_policy(accelerator, policy, reference, optimizer, batch: Batch, cfg: 
     new_BT, entropy_BT = torch.zeros_like(old_BT), torch.zeros_like(old_BT)
     policy.train()
     update_rows = []
-    for shares in plan:
-        counts = minibatch_counts(batch, sorted(row for share in shares for row in share), cfg.loss.lld_preserve)
-        runs = micro_batches(shares[accelerator.process_index], batch, cfg.optim)
-        most = max(len(micro_batches(share, batch, cfg.optim)) for share in shares)
+    rows_of = [sorted(row for share in shares for row in share) for shares in plan]
+    for shares, rows_of_step in zip(plan, rows_of):
+        counts = minibatch_counts(batch, rows_of_step, cfg.loss.lld_preserve)
+        runs_of = [micro_batches(share, batch, cfg.optim) for share in shares]
+        runs, most = runs_of[accelerator.process_index], max(map(len, runs_of))
         means, suspects = Means(accelerator.device), []
         for number in range(most):
             rows = runs[number] if number < len(runs) else [0]
@@ -198,7 +199,6 @@ def update_policy(accelerator, policy, reference, optimizer, batch: Batch, cfg: 
         update_rows.append(means.reduce(accelerator) | make_step(accelerator, policy, optimizer, suspects, len(update_rows), cfg.optim.max_grad_norm))
     own = {"new": new_BT, "entropy": entropy_BT} | ({} if sampler_is_old else {"old": old_BT})
     whole = {"old": old_BT} | {name: accelerator.reduce(tensor.to(accelerator.device), "sum").cpu() for name, tensor in own.items()}
-    rows_of = [sorted(row for share in shares for row in share) for shares in plan]
     return update_rows, Scores(whole["old"], whole["new"], whole["entropy"], None, rows_of)
 
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from lld import checkpoint, experiment, grid, outcome_figure, outcomes
+from lld import config, experiment, grid, outcome_figure, outcomes
 
 FAKE_TRAIN = """
 import json, os, sys, time
@@ -163,7 +163,7 @@ def test_a_run_made_with_other_options_is_not_counted_as_this_one(tmp_path, caps
 
 
 def test_what_a_resumed_run_may_change_makes_it_no_other_run():
-    assert set(checkpoint.RESUMABLE) <= set(grid.FREE)
+    assert set(config.RESUMABLE) <= set(grid.FREE)
 
 
 def test_an_interrupt_ends_the_children(tmp_path, fake_train):

@@ -12,7 +12,7 @@ import yaml
 from accelerate import Accelerator
 from conftest import ROOT, make_tokenizer
 from sharded import CASES, SPREAD, STEPS, begun_elsewhere, make_episodes, new_lm, small, three_steps
-from test_train import refused, rows
+from test_train import draw_nothing, refused, rows
 from transformers import AutoModelForCausalLM
 
 import train
@@ -33,8 +33,7 @@ def folder(tmp_path_factory):
 def found(folder):
     """What two processes found, and in `folder` the runs they made, besides one that this process makes alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "plot_run", lambda *_: None)
-        patch.setattr(train, "write_page", lambda *_: None)
+        draw_nothing(patch)
         assert train.main(["--config", str(small(folder, "alone"))]) == 0
         for name in ("sharded", "ddp"):
             small(folder, name)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
-from test_train import Failing, refused, rows, write_config
+from test_train import Failing, draw_nothing, refused, rows, write_config
 
 import train
 from lld import checkpoint, config, survive
@@ -31,15 +31,13 @@ def small(folder: Path, name: str, **changes) -> Path:
 
 @pytest.fixture(autouse=True)
 def without_figures(monkeypatch):
-    monkeypatch.setattr(train, "plot_run", lambda *_: None)
-    monkeypatch.setattr(train, "write_page", lambda *_: None)
+    draw_nothing(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(folder):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "plot_run", lambda *_: None)
-        patch.setattr(train, "write_page", lambda *_: None)
+        draw_nothing(patch)
         assert train.main(["--config", str(small(folder, "undisturbed_small"))]) == 0
     return folder / "undisturbed_small"
 

@@ -53,6 +53,12 @@ def run(config: Path, *more: str, timeout: int = 900):
     return subprocess.run(command(config, *more), capture_output=True, text=True, timeout=timeout, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
+def draw_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Figures take longer than the runs of these tests."""
+    patch.setattr(train, "plot_run", lambda *_: None)
+    patch.setattr(train, "write_page", lambda *_: None)
+
+
 def rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
