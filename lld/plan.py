@@ -123,7 +123,7 @@ def estimate(cfg: config.Config, shape: Shape, setup: Setup) -> dict[str, dict[s
     always |= {name: N * stored * here for name, there in (("reference", cfg.loss.kl_weight > 0), ("anchor", cfg.loss.lld_lag_steps > 0)) if there}
     if setup.sharded or half and stored == 4:
         always["rollout copy"] = float(N * compute)
-    copy = {"autocast's copy": float(shape.matmul_params * 2)} if half and stored == 4 and not setup.sharded else {}  # of each weight, until its block ends
+    copy = {"autocast's copy": float((shape.matmul_params - shape.head) * 2)} if half and stored == 4 and not setup.sharded else {}  # of each weight, until its block ends; of the head a slice
     root = shape.head * (1 if shape.tied else 2)  # FSDP2 gathers layers one ahead; embedding and head stay until a pass is over
     gathered = {"FSDP": float(compute * (2 * shape.layer_params + root))} if setup.sharded else {}
 
@@ -138,10 +138,10 @@ def estimate(cfg: config.Config, shape: Shape, setup: Setup) -> dict[str, dict[s
 
     tokens, written = micro_batch(cfg)
     width = min(V, max(1024, policy.SLICE_LOGITS.get("cuda" if setup.on_gpu else "cpu", 2**27) // written))
-    slices = written * width * (12 + compute % 4) if width < V else written * V * (8 + compute % 4)  # the slice before is still there
+    slices = (written * width * (12 + compute % 4) if width < V else written * V * (8 + compute % 4)) + width * C * (compute % 4)  # the slice before is still there
     last = tokens * C * (12 if stream == 4 else 8) + written * C * (stream + compute % 4)  # what the final norm and the head read
     reading = {"activations": tokens * pass_bytes(shape, stream, compute)}
-    scoring = {"activations": tokens * C * stream + written * C * (stream + compute % 4), "logits": slices + shape.head * (compute % 4)}
+    scoring = {"activations": tokens * C * stream + written * C * (stream + compute % 4), "logits": slices}
     phases["scoring"] = always | copy | gathered | max(reading, scoring, key=total)
 
     # The peak is one of three: the end of the forward pass, the head going backward, the last layer going backward.
@@ -152,7 +152,7 @@ def estimate(cfg: config.Config, shape: Shape, setup: Setup) -> dict[str, dict[s
         gathered["FSDP"] += 2 * shape.layer_params * (compute + 4) + shape.head * compute  # gradients on their way
     ends = [copy | {"activations": kept + last, "logits": slices}]
     copy = {} if cfg.model.gradient_checkpointing else copy
-    ends += [copy | {"activations": kept + last + written * C * 4, "logits": max(slices + shape.head * 4, shape.head * 6 * (compute == 2))}]  # and the gradient of the head's weights
+    ends += [copy | {"activations": kept + last + written * C * 4, "logits": slices + shape.head * 4}]  # and the gradient of the head's weights
     ends += [copy | {"activations": kept + tokens * (saved * cfg.model.gradient_checkpointing + 2 * F * compute + 8 * C), "tied head's gradient": shape.head * 4 * shape.tied}]
     phases["update"] = always | gradients | gathered | max(ends, key=total)
     phases["optimizer step"] = always | gradients

@@ -84,36 +84,69 @@ class Policy(nn.Module):
         Entry t describes token t. `scored_BT` is True on the tokens the model wrote; only for those the vocabulary is
         visited, in slices whose logits are recomputed in the backward pass. A model in float64 gives float64.
         """
-        states_NC, targets_N = self.states(token_ids_BT, scored_BT)
-        logprob_N, entropy_N = token_scores(states_NC, self.lm.get_output_embeddings(), targets_N, temperature, entropy_gradient)
+        head, embeddings = self.lm.get_output_embeddings(), self.lm.get_input_embeddings()
+        tied = [] if head.weight is embeddings.weight and head.bias is None and type(embeddings) is nn.Embedding else None
+        states_NC, targets_N = self.states(token_ids_BT, scored_BT, tied)
+        logprob_N, entropy_N = token_scores(states_NC, head, targets_N, temperature, entropy_gradient, tied)
         zeros_BT = torch.zeros(token_ids_BT.shape, dtype=logprob_N.dtype, device=token_ids_BT.device)
         return zeros_BT.masked_scatter(scored_BT, logprob_N), zeros_BT.masked_scatter(scored_BT, entropy_N)
 
-    def states(self, token_ids_BT, scored_BT):
+    def states(self, token_ids_BT, scored_BT, tied: list | None = None):
         """The last hidden states (N, C) that predict the scored tokens, and these tokens (N,), row by row.
 
-        Rows are packed: padding, and whatever follows a row's last scored token, is not computed.
+        Rows are packed: padding, and whatever follows a row's last scored token, is not computed. `tied`: see `TiedEmbedding`.
         """
         position_T = torch.arange(token_ids_BT.shape[1], device=token_ids_BT.device)
         lengths_B = (scored_BT * position_T).amax(1)  # the last scored token is predicted, not read
         lengths_B[0] = lengths_B[0].clamp(min=1)  # a process without tokens must still take part in the backward pass
         read_BT = position_T < lengths_B[:, None]
-        hidden_NC = self.lm.base_model(
-            token_ids_BT[read_BT][None], position_ids=position_T.expand_as(read_BT)[read_BT][None], use_cache=False, row_lengths=attention.row_lengths(lengths_B[lengths_B > 0])
-        ).last_hidden_state[0]
+        embeddings, tokens_1N = self.lm.get_input_embeddings(), token_ids_BT[read_BT][None]
+        inputs = {"input_ids": tokens_1N} if tied is None else {"inputs_embeds": TiedEmbedding.apply(embeddings.weight, tokens_1N, embeddings.padding_idx, tied)}
+        rows = dict(position_ids=position_T.expand_as(read_BT)[read_BT][None], row_lengths=attention.row_lengths(lengths_B[lengths_B > 0]))
+        hidden_NC = self.lm.base_model(**inputs, **rows, use_cache=False).last_hidden_state[0]
         predicts_BT = torch.nn.functional.pad(scored_BT[:, 1:], (0, 1))  # the state before token t predicts token t
         return hidden_NC[predicts_BT[read_BT]], token_ids_BT[:, 1:][scored_BT[:, 1:]]
 
 
-def token_scores(hidden_NC: torch.Tensor, head: nn.Linear, targets_N: torch.Tensor, temperature: float, entropy_gradient: bool):
-    """Log-probability of each target and entropy of its distribution, (N,) each, float32 at least; only a slice of the logits is ever in memory."""
+class TiedEmbedding(torch.autograd.Function):
+    """Rows of a weight that is the LM head's too: their gradient is added to the head's in place, where autograd would make a second (V, C) matrix.
+
+    `tied` is a list for one forward pass: the head, whose backward pass always comes first, leaves its gradient in it.
+    """
+
+    @staticmethod
+    def forward(ctx, weight_VC, token_ids, padding_idx, tied):
+        ctx.save_for_backward(token_ids)
+        ctx.shape, ctx.padding_idx, ctx.tied = weight_VC.shape, padding_idx, tied
+        return nn.functional.embedding(token_ids, weight_VC)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        (token_ids,) = ctx.saved_tensors
+        token_ids_N, grad_NC = token_ids.flatten(), grad.flatten(0, -2)
+        if ctx.padding_idx is not None:  # nn.Embedding does not train it
+            grad_NC = grad_NC * (token_ids_N != ctx.padding_idx)[:, None]
+        alone = not ctx.tied
+        weight_grad_VC = grad_NC.new_zeros(ctx.shape) if alone else ctx.tied.pop()
+        if grad.is_cuda:  # of the two ways to add rows, the one that always sums in the same order
+            weight_grad_VC.index_put_((token_ids_N,), grad_NC.to(weight_grad_VC.dtype), accumulate=True)
+        else:
+            weight_grad_VC.index_add_(0, token_ids_N, grad_NC.to(weight_grad_VC.dtype))
+        return weight_grad_VC if alone else None, None, None, None
+
+
+def token_scores(hidden_NC: torch.Tensor, head: nn.Linear, targets_N: torch.Tensor, temperature: float, entropy_gradient: bool, tied: list | None = None):
+    """Log-probability of each target and entropy of its distribution, (N,) each, float32 at least; only a slice of the logits is ever in memory.
+
+    Under autocast the head's weights are cast slice by slice. `tied`: see `TiedEmbedding`.
+    """
     weight_VC = head.weight
     if head.bias is not None:  # one more input that is always 1
         hidden_NC, weight_VC = nn.functional.pad(hidden_NC, (0, 1), value=1.0), torch.cat([weight_VC, head.bias[:, None]], 1)
     if torch.is_autocast_enabled(hidden_NC.device.type):
-        dtype = torch.get_autocast_dtype(hidden_NC.device.type)
-        hidden_NC, weight_VC = hidden_NC.to(dtype), weight_VC.to(dtype)
-    return TokenScores.apply(hidden_NC, weight_VC, targets_N, temperature, entropy_gradient)
+        hidden_NC = hidden_NC.to(torch.get_autocast_dtype(hidden_NC.device.type))
+    return TokenScores.apply(hidden_NC, weight_VC, targets_N, temperature, entropy_gradient, tied)
 
 
 class TokenScores(torch.autograd.Function):
@@ -123,11 +156,11 @@ class TokenScores(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_NC, weight_VC, targets_N, temperature, entropy_gradient):
+    def forward(ctx, hidden_NC, weight_VC, targets_N, temperature, entropy_gradient, tied):
         dtype = torch.promote_types(hidden_NC.dtype, torch.float32)
         max_N = hidden_NC.new_full(targets_N.shape, torch.finfo(dtype).min, dtype=dtype)
         sum_N, dot_N, target_N = (torch.zeros_like(max_N) for _ in range(3))  # sums of e^(l - max) and of e^(l - max) (l - max) so far; the target's l
-        for start, logits_Nv in sliced_logits(hidden_NC, weight_VC, temperature):
+        for start, _, logits_Nv in sliced_logits(hidden_NC, weight_VC, temperature):
             inside_N, column_N1 = locate(targets_N, start, logits_Nv)
             target_N = torch.where(inside_N, logits_Nv.gather(1, column_N1)[:, 0], target_N)
             past_N, max_N = max_N, torch.maximum(max_N, logits_Nv.amax(1))
@@ -137,7 +170,7 @@ class TokenScores(torch.autograd.Function):
             sum_N = shrink_N * sum_N + exps_Nv.sum(1)
         entropy_N = sum_N.log() - dot_N / sum_N
         ctx.save_for_backward(hidden_NC, weight_VC, targets_N, max_N + sum_N.log(), entropy_N)
-        ctx.temperature, ctx.entropy_gradient = temperature, entropy_gradient
+        ctx.temperature, ctx.entropy_gradient, ctx.tied = temperature, entropy_gradient, tied
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy_N)
         return target_N - max_N - sum_N.log(), entropy_N
@@ -148,25 +181,31 @@ class TokenScores(torch.autograd.Function):
         """d log p(target) / dl_v = [v is the target] - p_v and dH / dl_v = -p_v (log p_v + H)."""
         hidden_NC, weight_VC, targets_N, normalizer_N, entropy_N = ctx.saved_tensors
         hidden_grad_NC, weight_grad_VC = torch.zeros_like(hidden_NC, dtype=normalizer_N.dtype), torch.empty_like(weight_VC)
-        for start, logits_Nv in sliced_logits(hidden_NC, weight_VC, ctx.temperature):
+        for start, weight_vC, logits_Nv in sliced_logits(hidden_NC, weight_VC, ctx.temperature):
             inside_N, column_N1 = locate(targets_N, start, logits_Nv)
             logp_Nv = logits_Nv.sub_(normalizer_N[:, None])
             pull_Nv = logprob_grad_N[:, None] + (logp_Nv + entropy_N[:, None]) * entropy_grad_N[:, None] if ctx.entropy_gradient else logprob_grad_N[:, None]
             grad_Nv = logp_Nv.exp_().mul_(-pull_Nv).scatter_add_(1, column_N1, torch.where(inside_N, logprob_grad_N, 0.0)[:, None])
             grad_Nv = (grad_Nv if ctx.temperature == 1 else grad_Nv.div_(ctx.temperature)).to(hidden_NC.dtype)
-            some = slice(start, start + grad_Nv.shape[1])
-            hidden_grad_NC += grad_Nv @ weight_VC[some]
-            torch.mm(grad_Nv.T, hidden_NC, out=weight_grad_VC[some])
-        return hidden_grad_NC.to(hidden_NC.dtype), weight_grad_VC, None, None, None
+            hidden_grad_NC += grad_Nv @ weight_vC
+            weight_grad_vC = weight_grad_VC[start : start + len(weight_vC)]
+            if weight_vC.dtype == weight_VC.dtype:
+                torch.mm(grad_Nv.T, hidden_NC, out=weight_grad_vC)
+            else:
+                weight_grad_vC.copy_(grad_Nv.T @ hidden_NC)
+        if ctx.tied is not None:
+            ctx.tied.append(weight_grad_VC)
+        return hidden_grad_NC.to(hidden_NC.dtype), weight_grad_VC, None, None, None, None
 
 
 def sliced_logits(hidden_NC: torch.Tensor, weight_VC: torch.Tensor, temperature: float):
-    """Yields (first id, logits (N, v) in float32 at least) of slices of the vocabulary; the caller may write into them."""
+    """Yields (first id, weights (v, C) in the type of the states, logits (N, v) in float32 at least) of slices of the vocabulary; the caller may write into the logits."""
     width = max(1024, SLICE_LOGITS.get(hidden_NC.device.type, 2**27) // max(1, len(hidden_NC)))
     for start in range(0, len(weight_VC), width):
-        logits_Nv = hidden_NC @ weight_VC[start : start + width].T
+        weight_vC = weight_VC[start : start + width].to(hidden_NC.dtype)
+        logits_Nv = hidden_NC @ weight_vC.T
         logits_Nv = logits_Nv.to(torch.promote_types(logits_Nv.dtype, torch.float32))
-        yield start, logits_Nv if temperature == 1 else logits_Nv.div_(temperature)
+        yield start, weight_vC, logits_Nv if temperature == 1 else logits_Nv.div_(temperature)
 
 
 def locate(targets_N: torch.Tensor, start: int, logits_Nv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -59,21 +59,50 @@ def test_a_micro_batch_without_tokens_has_a_gradient_of_zero():
     assert hidden_grad_NC.shape == (0, 24) and weight_grad_VC.shape == (3001, 24) and not weight_grad_VC.any()
 
 
-def test_tied_weights_have_the_whole_gradient_and_it_is_dense():
-    """The head's part and the embedding's; checked against the model's own logits, over two micro-batches."""
+def tied_model(pad_token_id=None):
     torch.manual_seed(0)
-    options = Qwen2Config(vocab_size=500, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
-    lm, token_ids_BT = Qwen2ForCausalLM(options), torch.randint(0, 500, (3, 20))
+    options = Qwen2Config(vocab_size=500, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, pad_token_id=pad_token_id)
+    token_ids_BT = torch.randint(0, 500, (3, 20))
+    token_ids_BT[0, 3:9] = 7
     scored_BT = torch.zeros(3, 20, dtype=torch.bool)
     scored_BT[:, 5:] = True
-    for _ in range(2):
-        logp_BTV = lm(token_ids_BT).logits[:, :-1].log_softmax(-1)
-        logp_BTV.gather(-1, token_ids_BT[:, 1:, None])[:, 4:].sum().backward()
-    weight = lm.get_input_embeddings().weight
-    wanted, weight.grad = weight.grad, None
-    for _ in range(2):
-        policy.Policy(lm)(token_ids_BT, scored_BT)[0].sum().backward()
-    assert weight.grad.layout == torch.strided and float((weight.grad - wanted).norm() / wanted.norm()) < 1e-6
+    return Qwen2ForCausalLM(options), token_ids_BT, scored_BT
+
+
+@pytest.mark.parametrize("pad_token_id", [None, 7])
+@pytest.mark.parametrize("half", [False, True])
+def test_tied_weights_have_the_whole_gradient(half, pad_token_id):
+    """The head's part and the embedding's, which leaves out the padding token; checked against the model's own logits, over two micro-batches."""
+    lm, token_ids_BT, scored_BT = tied_model(pad_token_id)
+    weight, gradients = lm.get_input_embeddings().weight, []
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        for ours in (True, False):
+            weight.grad = None
+            for rows in (slice(0, 1), slice(1, 3)):
+                if ours:
+                    logprob_BT = policy.Policy(lm)(token_ids_BT[rows], scored_BT[rows])[0]
+                else:
+                    logp_BTV = lm(token_ids_BT[rows]).logits[:, :-1].float().log_softmax(-1)
+                    logprob_BT = logp_BTV.gather(-1, token_ids_BT[rows][:, 1:, None])[:, 4:]
+                logprob_BT.sum().backward()
+            gradients.append(weight.grad)
+    assert float((gradients[0] - gradients[1]).norm() / gradients[1].norm()) < (1e-2 if half else 1e-6)
+    assert float(gradients[0][7].norm()) > 0  # the head's part of the padding token is there
+
+
+def test_tied_weights_have_one_gradient_in_memory():
+    """Of all that a backward pass allocates, one block alone is as large as the weights; autograd by itself makes two."""
+    lm, token_ids_BT, scored_BT = tied_model()
+    size = lm.get_input_embeddings().weight.nbytes
+    found = []
+    for tied in (True, False):
+        if not tied:
+            lm.lm_head.weight = torch.nn.Parameter(lm.lm_head.weight.detach().clone())
+        value = policy.Policy(lm)(token_ids_BT, scored_BT)[0].sum()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
+            value.backward()
+        found.append(sum(event.nbytes() == size for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"))
+    assert found == [1, 2]
 
 
 def test_logits_computed_in_bfloat16_are_summed_in_float32():
