@@ -162,6 +162,7 @@ def open_engine(cfg: Config, tokenizer, device: torch.device) -> Engine:
         top_p=cfg.eval.top_p,
         stop_strings=protocol.STOP_STRINGS,
         eos_ids=policy.eos_ids(lm, tokenizer),
+        cuda_graphs=cfg.rollout.cuda_graphs,
     )
 
 

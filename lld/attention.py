@@ -43,34 +43,49 @@ class Spans:
     """
 
     def __init__(self, starts: list[int], counts: list[int], device, dtype):
-        self.num_rows, self.num_tokens, self.num_single = len(counts), sum(counts), sum(count == 1 for count in counts)
         ends = [start + count for start, count in zip(starts, counts)]
-        self.length = max(ends)
-        self.ends_R = torch.tensor(ends, device=device)
-        self.last = self  # the same rows with their last token only
-        if self.num_single == self.num_rows:
-            self.positions_N, self.rows_N, self.last_R = self.ends_R - 1, torch.arange(self.num_rows, device=device), None
-        else:
-            assert all(count == 1 for count in counts[: self.num_single])
-            counts_R = torch.tensor(counts, device=device)
-            self.rows_N = torch.arange(self.num_rows, device=device).repeat_interleave(counts_R, output_size=self.num_tokens)
-            offsets_R = counts_R.cumsum(0)
-            within_N = torch.arange(self.num_tokens, device=device) - (offsets_R - counts_R)[self.rows_N]
-            self.positions_N = (self.ends_R - counts_R)[self.rows_N] + within_N
-            self.last_R = offsets_R - 1
-            self.last = Spans([end - 1 for end in ends], [1] * self.num_rows, device, dtype)
-            self.longest = max(counts)
-            self.padded_P = (self.rows_N - self.num_single)[self.num_single :] * self.longest + within_N[self.num_single :]
-        self.lengths = (max(ends[: self.num_single], default=0), max(ends[self.num_single :], default=0))
-        if PAGED and torch.device(device).type == "cuda" and dtype in (torch.float16, torch.bfloat16):
-            offsets = torch.nn.functional.pad(torch.tensor(counts, device=device).cumsum(0), (1, 0)).to(torch.int32)
-            self.varlen = (offsets, max(counts), self.ends_R.to(torch.int32), torch.arange(self.num_rows, device=device, dtype=torch.int32)[:, None])
+        ends_R = torch.tensor(ends, device=device)
+        if max(counts) == 1:
+            self._one_each(ends_R, max(ends), dtype)
             return
-        self.varlen = None
-        self.single_mask = _mask(self.lengths[0], self.ends_R[: self.num_single, None, None], dtype)
-        if self.last is not self:
-            first_R1 = (self.ends_R - counts_R)[self.num_single :, None]
+        self.num_rows, self.num_tokens, self.num_single = len(counts), sum(counts), sum(count == 1 for count in counts)
+        assert all(count == 1 for count in counts[: self.num_single])
+        self.length, self.ends_R, counts_R = max(ends), ends_R, torch.tensor(counts, device=device)
+        self.rows_N = torch.arange(self.num_rows, device=device).repeat_interleave(counts_R, output_size=self.num_tokens)
+        offsets_R = counts_R.cumsum(0)
+        within_N = torch.arange(self.num_tokens, device=device) - (offsets_R - counts_R)[self.rows_N]
+        self.positions_N = (ends_R - counts_R)[self.rows_N] + within_N
+        self.last_R, self.last = offsets_R - 1, Spans.one_each(ends_R, self.length, dtype)  # the same rows with their last token only
+        self.longest = max(counts)
+        self.padded_P = (self.rows_N - self.num_single)[self.num_single :] * self.longest + within_N[self.num_single :]
+        self.lengths = (max(ends[: self.num_single], default=0), max(ends[self.num_single :]))
+        self.varlen = self._varlen(torch.nn.functional.pad(offsets_R, (1, 0)), dtype)
+        if self.varlen is None:
+            self.single_mask = _mask(self.lengths[0], ends_R[: self.num_single, None, None], dtype)
+            first_R1 = (ends_R - counts_R)[self.num_single :, None]
             self.mask = _mask(self.lengths[1], (first_R1 + torch.arange(1, self.longest + 1, device=device))[:, None], dtype)
+
+    @classmethod
+    def one_each(cls, ends_R: torch.Tensor, length: int, dtype) -> "Spans":
+        """One token a row, the last of ends_R (R,); `length` is their largest or more. Asks the device nothing, so that a CUDA graph can hold it."""
+        spans = cls.__new__(cls)
+        spans._one_each(ends_R, length, dtype)
+        return spans
+
+    def _one_each(self, ends_R: torch.Tensor, length: int, dtype) -> None:
+        self.num_rows = self.num_tokens = self.num_single = len(ends_R)
+        self.length, self.lengths, self.longest, self.ends_R = length, (length, 0), 1, ends_R
+        self.rows_N, self.positions_N = torch.arange(len(ends_R), device=ends_R.device), ends_R - 1
+        self.last_R, self.last = None, self
+        self.varlen = self._varlen(torch.arange(len(ends_R) + 1, device=ends_R.device), dtype)
+        if self.varlen is None:
+            self.single_mask = _mask(length, ends_R[:, None, None], dtype)
+
+    def _varlen(self, offsets: torch.Tensor, dtype) -> tuple | None:
+        """What the varlen kernel asks for, with every row a page; None where it is not used."""
+        if not (PAGED and offsets.is_cuda and dtype in (torch.float16, torch.bfloat16)):
+            return None
+        return offsets.to(torch.int32), self.longest, self.ends_R.to(torch.int32), torch.arange(self.num_rows, device=offsets.device, dtype=torch.int32)[:, None]
 
     def attend(self, query_NHD, keys_RTHD, values_RTHD, scale) -> torch.Tensor:
         """(N, H, D): each token over the keys of its row up to itself. `keys` are those of the A rows, any T that holds the longest."""

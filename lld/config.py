@@ -19,7 +19,7 @@ BENCHMARKS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wiki", "musique", "bamboo
 # Options that a resumed run may change.
 RESUMABLE = (
     "run.dir", "run.steps", "run.save_every", "run.keep_checkpoints", "run.watchdog_s", "run.trackers", "optim.micro_batch_size",
-    "optim.micro_batch_tokens", "rollout.num_slots", "rollout.max_failed_groups", "retriever.url", "retriever.replicas", "retriever.timeout_s",
+    "optim.micro_batch_tokens", "rollout.num_slots", "rollout.cuda_graphs", "rollout.max_failed_groups", "retriever.url", "retriever.replicas", "retriever.timeout_s",
     "retriever.deadline_s", "retriever.retries", "retriever.record",
 )  # fmt: skip
 
@@ -64,6 +64,7 @@ class Rollout:
     top_p: float = 1.0
     num_slots: int = 128  # sequences decoded together, on each process; `train.py --plan` says what their cache takes
     max_failed_groups: float = 0.1  # share of a step's groups that may be dropped because a search failed; beyond it the run stops
+    cuda_graphs: bool = False  # replay decode steps as CUDA graphs; captured anew in every rollout; not run on a GPU yet
     overlap_search: bool = True  # decode on while searches run; False makes the schedule, and so the last bits, repeatable
 
 

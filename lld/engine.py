@@ -18,6 +18,7 @@ import torch
 
 from lld.attention import Spans
 from lld.decoder import Decoder, SlotCache
+from lld.graphs import DecodeGraphs, bucket
 from lld.sampling import sample_tokens
 
 PASS_TOKENS = 16384  # at most this many tokens in one pass, or one row that alone has more
@@ -62,8 +63,12 @@ def _state_to_read(sequence: Sequence) -> int:
 
 
 class Engine:
-    def __init__(self, lm, tokenizer, *, num_slots: int, temperature: float, top_p: float, stop_strings: tuple[str, ...], eos_ids: tuple[int, ...]):
-        """Samples from `lm`, any transformers decoder of the Llama/Qwen2/Qwen3 kind, whose weights it reads but never keeps."""
+    def __init__(self, lm, tokenizer, *, num_slots: int, temperature: float, top_p: float, stop_strings: tuple[str, ...], eos_ids: tuple[int, ...], cuda_graphs: bool = False):
+        """Samples from `lm`, any transformers decoder of the Llama/Qwen2/Qwen3 kind, whose weights it reads but never keeps.
+
+        With `cuda_graphs` on a GPU, where nothing is cast under autocast, steps without prompts and observations replay CUDA graphs;
+        the weights must then stay where they are as long as the engine lives.
+        """
         scaled = [name for name in ("logits_scaling", "logit_scale", "final_logit_softcapping", "use_sliding_window") if getattr(lm.config, name, None) not in (None, False, 1, 1.0)]
         if scaled:
             raise ValueError(f"{lm.config.model_type} has {scaled[0]} = {getattr(lm.config, scaled[0])}, which engine and policy do not apply: use a plain Llama/Qwen kind of decoder")
@@ -75,6 +80,8 @@ class Engine:
         self.device, self.dtype = lm.device, lm.dtype
         cache_dtype = torch.get_autocast_dtype(self.device.type) if torch.is_autocast_enabled(self.device.type) else self.dtype
         self.decoder, self.cache = Decoder(lm), SlotCache(lm.config, num_slots, self.device, cache_dtype)
+        castless = not torch.is_autocast_enabled(self.device.type) or self.dtype == cache_dtype
+        self.graphs = DecodeGraphs(lm, self.decoder, self.cache, num_slots) if cuda_graphs and self.device.type == "cuda" and self.decoder.direct and castless else None
         self.rows: list[Sequence] = []  # by cache row
         self.by_key: dict[tuple, Sequence] = {}
         self.prompts: dict[object, Prompt] = {}  # of groups with waiting samples
@@ -167,7 +174,7 @@ class Engine:
         for row, sequence in enumerate(reading):
             key = sequence.key[0]
             if key in missing and sequence.length == len(self.prompts[key].token_ids):
-                self.prompts[key].state, self.prompts[key].logits_V = self.cache.state[:, :, row, : sequence.length].clone(), logits_SV[row]
+                self.prompts[key].state, self.prompts[key].logits_V = self.cache.state[:, :, row, : sequence.length].clone(), logits_SV[row].clone()
 
     def _start_copies(self, starting: list[tuple]) -> tuple[list[Sequence], list[torch.Tensor]]:
         """Samples whose prompt has been read: they get a copy of its keys and values, and the logits after it."""
@@ -214,20 +221,37 @@ class Engine:
     def _read(self, sequences: list[Sequence]) -> torch.Tensor:
         """Feeds the unread tokens of `sequences`, which lie in cache rows 0, 1, …; returns the logits (R, V) after each."""
         counts = [len(sequence.unread) for sequence in sequences]
-        spans = Spans([sequence.length for sequence in sequences], counts, self.device, self.cache.state.dtype)
-        self.cache.reserve(spans.length)
-        hidden_RC = self.decoder(torch.tensor([token for s in sequences for token in s.unread], device=self.device), spans, self.cache)
+        if self.graphs and max(counts) == 1:
+            logits_RV = self._replay(len(sequences))
+        else:
+            logits_RV = self._forward(sequences, counts)
         for sequence, count in zip(sequences, counts):
             sequence.length += count
             sequence.state, sequence.unread = RUNNING, []
         self.num_fed += sum(counts)
+        return logits_RV
+
+    def _replay(self, num_rows: int) -> torch.Tensor:
+        """The same for rows with one token each, by a CUDA graph of their shape; rows behind them fill it up (see lld/graphs.py)."""
+        rows = self.rows[: bucket(num_rows, self.num_slots)]
+        missing = bucket(num_rows, self.num_slots) - len(rows)
+        ends = [row.length + 1 for row in rows] + [1] * missing
+        self.cache.reserve(max(ends))
+        return self.graphs([row.unread[0] if row.unread else 0 for row in rows] + [0] * missing, ends, num_rows)
+
+    def _forward(self, sequences: list[Sequence], counts: list[int]) -> torch.Tensor:
+        spans = Spans([sequence.length for sequence in sequences], counts, self.device, self.cache.state.dtype)
+        self.cache.reserve(spans.length)
+        hidden_RC = self.decoder(torch.tensor([token for s in sequences for token in s.unread], device=self.device), spans, self.cache)
         return self.lm.get_output_embeddings()(hidden_RC)
 
     def _sample(self, sequences: list[Sequence], logits_SV: torch.Tensor) -> list[Stopped]:
         uniforms_S = torch.tensor([s.uniforms[len(s.token_ids)] for s in sequences], dtype=torch.float64, device=self.device)
         token_S, logprob_S = sample_tokens(logits_SV, uniforms_S, self.temperature, self.top_p)
         stopped = []
-        for sequence, token, logprob in zip(sequences, token_S.tolist(), logprob_S.tolist()):
+        drawn_S2 = torch.stack([token_S.double(), logprob_S.double()], 1).tolist()  # the step's one wait for the device; ids are exact in float64
+        for sequence, (token, logprob) in zip(sequences, drawn_S2):
+            token = int(token)
             sequence.token_ids.append(token)
             sequence.logprobs.append(logprob)
             sequence.unread = [token]

@@ -58,6 +58,6 @@ def _invert_cdf(weights_SV: torch.Tensor, uniforms_S: torch.Tensor) -> tuple[tor
         total_S, target_S1 = inside_SB[:, -1], uniforms_S.to(inside_SB)[:, None] * inside_SB[:, -1:]
     token_S = (block_S * BLOCK + torch.searchsorted(inside_SB, target_S1, right=True)[:, 0].clamp(max=inside_SB.shape[1] - 1)).clamp(max=V - 1)
     met_S = weights_SV[rows_S, token_S] > 0
-    if not bool(met_S.all()):  # the very end of the interval, or rounding: a token of no probability; take the likeliest
+    if met_S.is_cuda or not bool(met_S.all()):  # the very end of the interval, or rounding: a token of no probability; take the likeliest (a GPU is not asked whether it happened)
         token_S = torch.where(met_S, token_S, weights_SV.argmax(-1))
     return token_S, total_S

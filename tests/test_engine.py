@@ -6,6 +6,7 @@ import transformers
 from conftest import make_lm
 
 from lld.engine import Engine
+from lld.graphs import DecodeGraphs, bucket
 from lld.policy import Policy
 from lld.protocol import STOP_STRINGS
 from lld.sampling import sample_tokens
@@ -16,10 +17,17 @@ def new_engine(lm, tokenizer, **options):
     return Engine(lm, tokenizer, **(defaults | options))
 
 
-def run(engine, turns: int = 1, observation=(5, 6, 7), max_new_tokens: int = 20):
-    """Lets every sequence speak `turns` times with an observation between; returns all tokens, log-probabilities and masks by key."""
-    tokens, logprobs, reasons, spoken = {}, {}, {}, {}
-    while engine.busy:
+def run(engine, turns: int = 1, observation=(5, 6, 7), max_new_tokens: int = 20, parked_steps: int = 0):
+    """Lets every sequence speak `turns` times with an observation between; returns all tokens, log-probabilities and masks by key.
+
+    An observation comes `parked_steps` steps after it was asked for, as from a slow search.
+    """
+    tokens, logprobs, reasons, spoken, due = {}, {}, {}, {}, {}
+    while engine.busy or due:
+        for key in [key for key, steps in due.items() if steps == 0 or not engine.busy]:
+            del due[key]
+            engine.extend(key, list(observation), max_new_tokens)
+        due = {key: steps - 1 for key, steps in due.items()}
         for stopped in engine.step():
             key = stopped.key
             tokens.setdefault(key, []).extend(stopped.token_ids)
@@ -31,7 +39,7 @@ def run(engine, turns: int = 1, observation=(5, 6, 7), max_new_tokens: int = 20)
             else:
                 tokens[key] += list(observation)
                 logprobs[key] += [None] * len(observation)
-                engine.extend(key, list(observation), max_new_tokens)
+                due[key] = parked_steps
     return tokens, logprobs, reasons
 
 
@@ -228,3 +236,38 @@ def test_sliding_window_models_are_refused(tokenizer):
     lm.config.layer_types = ["full_attention", "sliding_attention"]
     with pytest.raises(ValueError, match="sliding_attention"):
         new_engine(lm, tokenizer)
+
+
+def test_steps_of_fixed_shapes_are_the_same_steps(tokenizer):
+    """What CUDA graphs replay, with a capture that computes anew: rows that fill a step up leave no trace, also where the cache grows and slots change hands."""
+    lm, replays = make_lm(tokenizer), []
+
+    def capture(forward, pool):
+        result = forward().clone()
+
+        def replay():
+            replays.append(len(result))
+            result.copy_(forward())
+
+        return replay, result
+
+    played = []
+    for fixed in (False, True):
+        engine = new_engine(lm, tokenizer, num_slots=7, stop_strings=())
+        if fixed:
+            engine.graphs = DecodeGraphs(lm, engine.decoder, engine.cache, 7, capture)
+        for number, prompt in enumerate(PROMPTS):
+            engine.add(number, prompt, [number, number + 10, number + 20], 100)
+        played.append(run(engine, turns=3, observation=range(5, 12), max_new_tokens=60, parked_steps=9))
+    assert max(map(len, played[0][0].values())) > 200 and engine.cache.state.shape[3] > 256  # it grew
+    assert {len(tokens) for tokens in played[0][0].values()} != {max(map(len, played[0][0].values()))}
+    assert played[0][0] == played[1][0] and played[0][2] == played[1][2]
+    for key, logprobs in played[0][1].items():
+        assert [x is None for x in logprobs] == [x is None for x in played[1][1][key]]
+        assert [x for x in played[1][1][key] if x is not None] == pytest.approx([x for x in logprobs if x is not None], abs=1e-5)
+    assert len(replays) > 100 and set(replays) <= {1, 2, 4, 7} and len(set(replays)) > 1
+
+
+def test_steps_are_filled_up_to_few_shapes():
+    assert [bucket(rows, 200) for rows in (1, 3, 9, 25, 97, 129, 193, 200)] == [1, 4, 16, 32, 128, 192, 200, 200]
+    assert bucket(100, 100) == 100

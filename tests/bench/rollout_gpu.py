@@ -1,6 +1,6 @@
 """Decode against the bandwidth bound, prefill against the matrix-product bound, and a step of the paper's recipe extrapolated, on one GPU.
 
-    python tests/bench/rollout_gpu.py --shape 7b [--slots 128 256] [--paged]
+    python tests/bench/rollout_gpu.py --shape 7b [--slots 128 256] [--paged] [--graphs]
 
 Random bf16 weights of Qwen2.5's shapes in our engine, greedy, no stop strings. Decode bound: weights and the keys and values in use, read once a step at
 the bandwidth of a copy measured here. Prefill bound: 2 operations a parameter and token at the rate of a large matrix product measured here. The
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 from rollout_speed import shaped_tokenizer
 
-from lld import attention
+from lld import attention, graphs
 from lld.engine import Engine
 
 SHAPES = {  # hidden, ffn, layers, heads, key heads, vocabulary
@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024, help="tokens of a row before decoding")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--paged", action="store_true", help="read the cache by torch's varlen kernel")
+    parser.add_argument("--graphs", action="store_true", help="replay decode steps as CUDA graphs")
     args = parser.parse_args()
     attention.PAGED, device, dtype = args.paged, args.device, torch.bfloat16
     hidden, ffn, layers, heads, key_heads, vocabulary = SHAPES[args.shape]
@@ -65,14 +66,16 @@ def main() -> None:
     print(f"\n{args.shape}: {num_weights / 1e9:.2f} G weights in matrix products; measured {bandwidth / 1e9:.0f} GB/s and {rate / 1e12:.1f} TFLOP/s\n")
     print("| slots | decode ms/step | tokens/s | bound ms | of bound | prefill tokens/s | MFU | 512 x 5: rollout s | update s |\n|---|---|---|---|---|---|---|---|---|")
     for slots in args.slots:
-        engine = Engine(lm, tokenizer, num_slots=slots, temperature=0, top_p=1.0, stop_strings=(), eos_ids=())
+        engine = Engine(lm, tokenizer, num_slots=slots, temperature=0, top_p=1.0, stop_strings=(), eos_ids=(), cuda_graphs=args.graphs)
         for key in range(slots):
-            engine.add(key, [20 + key % 50] * args.context, [0], 32)
+            engine.add(key, [20 + key % 50] * args.context, [0], 64)
         began, fed = time.perf_counter(), 0
         while fed < slots * args.context:
             engine.step()
             fed = engine.num_fed
         prefill = slots * args.context / (time.perf_counter() - began)
+        for _ in range(2 * graphs.REPEATS):  # rows of one length meet a shape often enough for its capture
+            engine.step()
         step = seconds(engine.step, device, 10)
         bound = (2 * num_weights + 2 * 2 * layers * key_heads * (hidden // heads) * slots * args.context) / bandwidth
         rollout = 2560 * 300 * step / slots + (2560 * 900 + 512 * 150) / prefill

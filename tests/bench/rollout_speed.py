@@ -8,6 +8,7 @@ Competitors, with the same policy, questions, sampling and search function; kept
     (without the log-probabilities that Search-R1 computes each turn and throws away);
 (a') the same, stopping at closing tags, which are single tokens in both worlds and given as EOS: transformers' stop_strings cost more and do not take the
 tiny world's tokenizer; (b) (a') over `generate_batch`, paged; (c) TRL's GRPOTrainer._generate with a search tool, EOS as in (a'), its parser of tool calls replaced by ours.
+With --search-s every call of the search function waits that long (by the wall, so not with --cpu), and ours is also played with searches while others decode.
 PYTHON is an interpreter that has trl 1.16.0. None of them records log-probabilities; ours does.
 
 tiny: a world folder made by `python train.py --config configs/tiny.yaml` (its trained policy, questions, corpus and BM25), 16 questions x 5, budgets of configs/tiny.yaml.
@@ -137,10 +138,10 @@ def half_billion_world(scale: int = 4, num_questions: int = 2, num_samples: int 
     return World(lm, tokenizer, questions, search, num_samples, dict(max_turns=3, max_new_tokens=500 // scale, max_observation_tokens=500 // scale, max_episode_tokens=4096 // scale), stop_ids_of(tokenizer))
 
 
-def ours(world: World, num_slots: int | None = None) -> int:
+def ours(world: World, num_slots: int | None = None, overlap: bool = False) -> int:
     num_slots = num_slots or len(world.questions) * world.num_samples
     engine = world.engine = Engine(world.lm, world.tokenizer, num_slots=num_slots, temperature=1.0, top_p=1.0, stop_strings=protocol.STOP_STRINGS, eos_ids=(world.tokenizer.eos_token_id,))
-    world.episodes = rollout(engine, world.tokenizer, world.questions, world.search, num_samples=world.num_samples, seed=0, step=0, **world.budgets)
+    world.episodes = rollout(engine, world.tokenizer, world.questions, world.search, num_samples=world.num_samples, seed=0, step=0, overlap_search=overlap, **world.budgets)
     return sum(episode.num_model_tokens for episode in world.episodes)
 
 
@@ -312,26 +313,31 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4, help="0.5b: episodes a question")
     parser.add_argument("--only", help="comma-separated parts of competitors' names")
     parser.add_argument("--cpu", action="store_true", help="processor seconds instead of the wall's; meant for OMP_NUM_THREADS=1")
+    parser.add_argument("--search-s", type=float, default=0.0, help="seconds that a call of the search function waits, as for a server; adds ours with rollout.overlap_search")
     parser.add_argument("--inside-trl", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     world = tiny_world(args.world) if args.policy == "tiny" else half_billion_world(args.scale, args.questions, args.samples)
+    if args.search_s:
+        found = world.search
+        world.search = lambda queries: (time.sleep(args.search_s), found(queries))[1]
     if args.inside_trl:
         play = trl_rollouts(world)
         if args.policy == "tiny":
             play(world)
         print(json.dumps(timed(play, world, args.repeats)))
         return
-    chosen = {name: play for name, play in COMPETITORS.items() if not args.only or any(part in name for part in args.only.split(","))}
+    competitors = COMPETITORS | ({"ours, searches overlapped": lambda world: ours(world, overlap=True)} if args.search_s else {})
+    chosen = {name: play for name, play in competitors.items() if not args.only or any(part in name for part in args.only.split(","))}
     prefill, read, decode = costs(world)
     rows = {}
     for name, play in chosen.items():
-        world.lm.set_attn_implementation(attention.NAME if name == "ours" else "sdpa")
+        world.lm.set_attn_implementation(attention.NAME if name.startswith("ours") else "sdpa")
         if args.policy == "tiny":
             play(world)  # the first call compiles and allocates; in the big world that is lost in the rest
         rows[name] = timed(play, world, args.repeats)
         print(name, rows[name], file=sys.stderr, flush=True)
     if args.trl:
-        command = [args.trl, __file__, "--policy", args.policy, "--repeats", str(args.repeats), "--scale", str(args.scale), "--questions", str(args.questions), "--samples", str(args.samples), "--inside-trl"] + ["--cpu"] * args.cpu + (["--world", str(args.world)] if args.world else [])
+        command = [args.trl, __file__, "--policy", args.policy, "--repeats", str(args.repeats), "--scale", str(args.scale), "--questions", str(args.questions), "--samples", str(args.samples), "--search-s", str(args.search_s), "--inside-trl"] + ["--cpu"] * args.cpu + (["--world", str(args.world)] if args.world else [])
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
         rows[TRL] = tuple(json.loads(done.stdout.strip().splitlines()[-1]))

@@ -11,7 +11,8 @@ and the entropy without gradient. "TRL" is GRPOTrainer's own compute_loss (its c
 
 Seconds: processor time of all threads, the least of `--steps` steps; wall time beside it (on a busy machine
 processor time is the fairer one). Memory: the process's highest resident set (ru_maxrss) less its resident set before the step,
-when weights and optimizer moments are there: gradients, activations and temporaries. The bound is 6 flop a weight and token (8 below the head: checkpointing) and the
+when weights and optimizer moments are there: gradients, activations and temporaries. It is taken twice, each time in a process of its own: as it
+comes ("resident", with what glibc keeps of blocks already freed), and with glibc made to return every large block (MALLOC_MMAP_THRESHOLD_, "in use"; slower, so its seconds do not count). The bound is 6 flop a weight and token (8 below the head: checkpointing) and the
 attention's, at the rate of a large matrix product measured in the same process; a head that is computed again in the backward pass
 needs a third more of its part, so ours cannot reach it.
 """
@@ -184,25 +185,30 @@ def main() -> None:
         form, case = json.loads(args.measure)
         print("MEASURED", json.dumps(measure(form, case, args.steps)))
         return
-    print("| vocabulary | width x layers | rows x tokens | scored | form | s (processor) | s (wall) | least s | against full | peak MB over weights and moments | against full | gradient norm |\n" + "|---" * 12 + "|")
+    print("| vocabulary | width x layers | rows x tokens | scored | form | s (processor) | s (wall) | least s | against full | peak MB in use over weights and moments | against full | peak MB resident | against full | gradient norm |\n" + "|---" * 14 + "|")
     for group in args.only.split(","):
         for case in CASES[group]:
             rows, full = make_rows(case), None
             order = sorted((form for form in args.forms.split(",") if args.trl_python or form in ("ours", "full")), key=lambda form: form != "full")
             for form in order:
                 python = args.trl_python if form in ("TRL", "Liger") else sys.executable
-                command = [python, __file__, "--steps", str(args.steps), "--measure", json.dumps([form, case])]
-                done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": str(args.threads), "OMP_WAIT_POLICY": "PASSIVE"})
-                found = [line for line in done.stdout.splitlines() if line.startswith("MEASURED")]
+                found = []
+                for returned in (False, True):
+                    command = [python, __file__, "--steps", "1" if returned else str(args.steps), "--measure", json.dumps([form, case])]
+                    settings = {"OMP_NUM_THREADS": str(args.threads), "OMP_WAIT_POLICY": "PASSIVE"} | ({"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"} if returned else {})
+                    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | settings)
+                    found += [line for line in done.stdout.splitlines() if line.startswith("MEASURED")]
                 B, T = rows["token_ids_BT"].shape
                 name = f"| {case[0]:,} | {case[1]} x {case[2]} | {B} x {T} | {int(rows['written_BT'].sum()):,} | {form} |"
-                if not found:
+                if len(found) < 2:
                     print(f"{name} {(done.stderr.strip().splitlines() or ['no word'])[-1]} |", flush=True)
                     continue
-                row = json.loads(found[0].partition(" ")[2])
+                row, in_use = (json.loads(line.partition(" ")[2]) for line in found)
+                row["in_use_mb"] = in_use["mb"]
                 full = row if form == "full" else full
-                times, memory = (f"{row['cpu_s'] / full['cpu_s']:.2f}", f"{row['mb'] / full['mb']:.2f}") if full else ("", "")
-                print(f"{name} {row['cpu_s']:.2f} | {row['wall_s']:.2f} | {row['bound_s']:.2f} | {times} | {row['mb']:,.0f} | {memory} | {row['norm']:.5g} |", flush=True)
+                against = lambda name: f"{row[name] / full[name]:.2f}" if full else ""
+                memory = " | ".join(f"{row[name]:,.0f} | {against(name)}" for name in ("in_use_mb", "mb"))
+                print(f"{name} {row['cpu_s']:.2f} | {row['wall_s']:.2f} | {row['bound_s']:.2f} | {against('cpu_s')} | {memory} | {row['norm']:.5g} |", flush=True)
 
 
 if __name__ == "__main__":
