@@ -24,7 +24,7 @@ def bucket(num_rows: int, num_slots: int) -> int:
 def capture_cuda(forward: Callable[[], torch.Tensor], pool) -> tuple[Callable[[], None], torch.Tensor]:
     """(replay, the tensor in which each replay leaves its result)."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # searches in other threads may use the GPU
         result = forward()
     return graph.replay, result
 

@@ -123,7 +123,8 @@ def estimate(cfg: config.Config, shape: Shape, setup: Setup) -> dict[str, dict[s
     always |= {name: N * stored * here for name, there in (("reference", cfg.loss.kl_weight > 0), ("anchor", cfg.loss.lld_lag_steps > 0)) if there}
     if setup.sharded or half and stored == 4:
         always["rollout copy"] = float(N * compute)
-    copy = {"autocast's copy": float((shape.matmul_params - shape.head) * 2)} if half and stored == 4 and not setup.sharded else {}  # of each weight, until its block ends; of the head a slice
+    cast = 2 if half and stored == 4 and not setup.sharded else 0  # bytes of a weight's copy under autocast
+    copy = {"autocast's copy": float((shape.matmul_params - shape.head) * cast)} if cast else {}  # of each weight, until its block ends; of the head a slice
     root = shape.head * (1 if shape.tied else 2)  # FSDP2 gathers layers one ahead; embedding and head stay until a pass is over
     gathered = {"FSDP": float(compute * (2 * shape.layer_params + root))} if setup.sharded else {}
 
@@ -138,7 +139,7 @@ def estimate(cfg: config.Config, shape: Shape, setup: Setup) -> dict[str, dict[s
 
     tokens, written = micro_batch(cfg)
     width = min(V, max(1024, policy.SLICE_LOGITS.get("cuda" if setup.on_gpu else "cpu", 2**27) // written))
-    slices = (written * width * (12 + compute % 4) if width < V else written * V * (8 + compute % 4)) + width * C * (compute % 4)  # the slice before is still there
+    slices = (written * width * (12 + compute % 4) if width < V else written * V * (8 + compute % 4)) + width * C * cast  # the slice before is still there
     last = tokens * C * (12 if stream == 4 else 8) + written * C * (stream + compute % 4)  # what the final norm and the head read
     reading = {"activations": tokens * pass_bytes(shape, stream, compute)}
     scoring = {"activations": tokens * C * stream + written * C * (stream + compute % 4), "logits": slices}
