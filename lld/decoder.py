@@ -13,6 +13,7 @@ from lld.attention import Spans
 
 KINDS = ("llama", "qwen2", "qwen3")
 LENGTH_BUCKET = 256  # the cache grows in steps of this many tokens
+FEW, LARGE = range(2, 129), 2**22  # rows and weights for which a CPU multiplies slice by slice
 ROPES = ("default", "linear", "llama3", "yarn")  # angles that do not depend on the length of the sequence
 
 
@@ -93,15 +94,15 @@ class Decoder:
         cos_N1D, sin_N1D = self._angles(spans, hidden_NC)
         for number, layer in enumerate(self.base.layers):
             attn, normed_NC = layer.self_attn, _rms_norm(hidden_NC, layer.input_layernorm)
-            heads = lambda project, norm: self._heads(project(normed_NC), getattr(attn, norm, None))
+            heads = lambda project, norm: self._heads(linear(normed_NC, project), getattr(attn, norm, None))
             keys, values = cache.write(number, _rotate(heads(attn.k_proj, "k_norm"), cos_N1D, sin_N1D), heads(attn.v_proj, ""))
             if number == len(self.base.layers) - 1 and spans.last_R is not None:  # of the last layer only each row's last token is read
                 hidden_NC, normed_NC, cos_N1D, sin_N1D = (x[spans.last_R] for x in (hidden_NC, normed_NC, cos_N1D, sin_N1D))
                 spans = spans.last
             query = _rotate(heads(attn.q_proj, "q_norm"), cos_N1D, sin_N1D)
-            hidden_NC = hidden_NC + attn.o_proj(spans.attend(query, keys, values, attn.scaling).flatten(1))
+            hidden_NC = hidden_NC + linear(spans.attend(query, keys, values, attn.scaling).flatten(1), attn.o_proj)
             normed_NC = _rms_norm(hidden_NC, layer.post_attention_layernorm)
-            hidden_NC = hidden_NC + layer.mlp.down_proj(silu(layer.mlp.gate_proj(normed_NC)) * layer.mlp.up_proj(normed_NC))
+            hidden_NC = hidden_NC + linear(silu(linear(normed_NC, layer.mlp.gate_proj)) * linear(normed_NC, layer.mlp.up_proj), layer.mlp.down_proj)
         return _rms_norm(hidden_NC, self.base.norm)
 
     def _heads(self, x_NC: torch.Tensor, norm) -> torch.Tensor:
@@ -116,6 +117,17 @@ class Decoder:
             sin_1TD[..., : self.dim // 2] *= -1  # so that rotating is x * cos + roll(x) * sin
             self.cos_T1D, self.sin_T1D = cos_1TD[0, :, None], sin_1TD[0, :, None]
         return self.cos_T1D[spans.positions_N], self.sin_T1D[spans.positions_N]
+
+
+def linear(x_NC: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
+    """module(x_NC). On a CPU a few rows meet large weights slice by slice, in slices that stay in its cache: the libraries' own product copies the weights first."""
+    weight = module.weight
+    if len(x_NC) not in FEW or weight.numel() < LARGE or len(weight) < 2048 or x_NC.is_cuda or type(module) is not torch.nn.Linear or x_NC.dtype != weight.dtype or torch.is_autocast_enabled("cpu"):
+        return module(x_NC)
+    out_NV, width = x_NC.new_empty(len(x_NC), len(weight)), max(256, 2**19 // weight.shape[1]) * torch.get_num_threads()
+    for start in range(0, len(weight), width):
+        torch.mm(x_NC, weight[start : start + width].T, out=out_NV[:, start : start + width])
+    return out_NV if module.bias is None else out_NV.add_(module.bias)
 
 
 def _rotate(x_NHD: torch.Tensor, cos_N1D: torch.Tensor, sin_N1D: torch.Tensor) -> torch.Tensor:

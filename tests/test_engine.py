@@ -5,6 +5,7 @@ import torch
 import transformers
 from conftest import make_lm
 
+from lld.decoder import linear
 from lld.engine import Engine
 from lld.graphs import DecodeGraphs, bucket
 from lld.policy import Policy
@@ -271,3 +272,17 @@ def test_steps_of_fixed_shapes_are_the_same_steps(tokenizer):
 def test_steps_are_filled_up_to_few_shapes():
     assert [bucket(rows, 200) for rows in (1, 3, 9, 25, 97, 129, 193, 200)] == [1, 4, 16, 32, 128, 192, 200, 200]
     assert bucket(100, 100) == 100
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_few_rows_and_large_weights_are_multiplied_slice_by_slice(bias, monkeypatch):
+    products, mm = [], torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *args, **kwargs: products.append(args[1].shape) or mm(*args, **kwargs))
+    torch.manual_seed(0)
+    module = torch.nn.Linear(1000, 4500, bias=bias)
+    with torch.inference_mode():
+        for rows in (1, 2, 128, 129):
+            x_NC = torch.randn(rows, 1000)
+            products.clear()
+            torch.testing.assert_close(linear(x_NC, module), module(x_NC), rtol=1e-5, atol=1e-5)
+            assert (len(products) > 1) == (rows in (2, 128)) and sum(shape[1] for shape in products) in (0, 4500)
