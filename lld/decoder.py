@@ -121,9 +121,10 @@ class Decoder:
 
 def linear(x_NC: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
     """module(x_NC). On a CPU a few rows meet large weights slice by slice, in slices that stay in its cache: the libraries' own product copies the weights first."""
-    weight = module.weight
-    if len(x_NC) not in FEW or weight.numel() < LARGE or len(weight) < 2048 or x_NC.is_cuda or type(module) is not torch.nn.Linear or x_NC.dtype != weight.dtype or torch.is_autocast_enabled("cpu"):
+    few = type(module) is torch.nn.Linear and not x_NC.is_cuda and len(x_NC) in FEW and not torch.is_autocast_enabled("cpu")
+    if not few or module.weight.numel() < LARGE or len(module.weight) < 2048 or x_NC.dtype != module.weight.dtype:
         return module(x_NC)
+    weight = module.weight
     out_NV, width = x_NC.new_empty(len(x_NC), len(weight)), max(256, 2**19 // weight.shape[1]) * torch.get_num_threads()
     for start in range(0, len(weight), width):
         torch.mm(x_NC, weight[start : start + width].T, out=out_NV[:, start : start + width])
