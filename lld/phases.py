@@ -6,7 +6,7 @@ log-likelihood, beyond an allowance (a one-sided CUSUM, Page 1954), and looks at
     x = displacement/correct / |likelihood/correct_old| of a step, cut at ±0.3;   S = max(0, S - x - 0.01)
 
     1 stagnation     S > 0.3: correct responses have not become likelier for a while although they are rewarded
-    2 decay          S > 1: the falls add up to as much as these responses' whole negative log-likelihood
+    2 decay          S > 2: the falls add up to twice these responses' whole negative log-likelihood
     3 acceleration   decay, and at least two of: S grew by more than 0.5 over the last window; mean entropy above 1.3 times its
                      lowest so far; median of ratio/q999 - 1 above twice its level in the first two windows; median gradient
                      norm above twice its level there
@@ -19,7 +19,7 @@ import statistics
 
 WINDOW = 10  # steps
 ALLOWANCE, LARGEST_FALL = 0.01, 0.3
-STAGNATION, DECAY, GROWTH = 0.3, 1.0, 0.5
+STAGNATION, DECAY, GROWTH = 0.3, 2.0, 0.5
 ENTROPY_RISE, TAIL_RISE, GRADIENT_RISE = 1.3, 2.0, 2.0
 NAMES = ("healthy", "stagnation", "decay", "acceleration")
 

@@ -211,15 +211,15 @@ def test_phases_of_made_up_histories():
     noise = [0.002 * (-1) ** s for s in range(100)]
     assert set(phases.detect(history([0.005 + n for n in noise]))) == {0}
     assert set(phases.detect(history([-0.002 + n for n in noise]))) == {0}  # 1 % of 0.2 a step is allowed for
-    # By hand: -0.0125 / 0.2 = -6.25 % a step, 5.25 % beyond the allowance, so S > 0.3 after 6 steps of falling and > 1 after 20.
-    falling = phases.detect(history([0.005] * 40 + [-0.0125] * 40))
-    assert falling[:45] == [0] * 45 and falling[45:59] == [1] * 14 and falling[59:] == [2] * 21
-    assert phases.detect(history([0.005] * 40 + [-0.0125] * 30 + [0.2] * 5))[-5:] == [2, 1, 1, 1, 0]  # S = 1.575 - 0.31 a step
+    # By hand: -0.0125 / 0.2 = -6.25 % a step, 5.25 % beyond the allowance, so S > 0.3 after 6 steps of falling and > 2 after 39.
+    falling = phases.detect(history([0.005] * 40 + [-0.0125] * 60))
+    assert falling[:45] == [0] * 45 and falling[45:78] == [1] * 33 and falling[78:] == [2] * 22
+    assert phases.detect(history([0.005] * 40 + [-0.0125] * 49 + [0.2] * 8))[-8:] == [2, 1, 1, 1, 1, 1, 1, 0]  # S = 2.5725 - 0.31 a step
     # S grows by 0.525 a window, one sign; two steps of tripled entropy lift its mean above 1.3 times the lowest, the second.
-    loud = phases.detect(history([0.005] * 40 + [-0.0125] * 40, entropy=lambda s: 0.3 if s < 65 else 0.9))
-    assert loud[59:66] == [2] * 7 and loud[66:] == [3] * 14
-    assert phases.detect(history([0.005] * 40 + [-0.0125] * 40, tail=lambda s: 1.2 if s < 65 else 1.5))[70:] == [3] * 10
-    assert phases.detect(history([0.005] * 40 + [-0.0125] * 40, grad_norm=lambda s: 1.0 if s < 65 else 2.5))[70:] == [3] * 10
+    loud = phases.detect(history([0.005] * 40 + [-0.0125] * 60, entropy=lambda s: 0.3 if s < 85 else 0.9))
+    assert loud[78:86] == [2] * 8 and loud[86:] == [3] * 14
+    assert phases.detect(history([0.005] * 40 + [-0.0125] * 60, tail=lambda s: 1.2 if s < 85 else 1.5))[90:] == [3] * 10
+    assert phases.detect(history([0.005] * 40 + [-0.0125] * 60, grad_norm=lambda s: 1.0 if s < 85 else 2.5))[90:] == [3] * 10
 
 
 def test_no_phase_where_nothing_is_learned():
