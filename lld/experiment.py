@@ -171,9 +171,12 @@ def main(argv: list[str] | None = None, script: Path = ROOT / "train.py") -> int
         if not args.table_only:
             if args.jobs < 1:
                 raise ValueError(f"--jobs {args.jobs}: must be at least 1")
-            signal.signal(signal.SIGTERM, signal.default_int_handler)
             where = ["--out", str(experiment.out)] + (["--worlds", args.worlds] if args.worlds else [])
-            failed = run_experiment(experiment, args.jobs, script, [sys.executable, "-m", "lld.experiment", args.experiment, *where, "--prepare"])
+            before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C
+            try:
+                failed = run_experiment(experiment, args.jobs, script, [sys.executable, "-m", "lld.experiment", args.experiment, *where, "--prepare"])
+            finally:
+                signal.signal(signal.SIGTERM, before)
         print(write_tables(experiment, Path(args.experiment).stem))
         print(f"tables and figure are in {experiment.out}", file=sys.stderr)
     except ValueError as error:

@@ -134,7 +134,9 @@ def test_mistakes_are_refused_with_their_place_before_anything_runs(tmp_path, ca
 
 def test_finished_runs_are_skipped_and_half_finished_ones_continue(tmp_path, capsys, fake_train):
     path = write_experiment(tmp_path)
+    before = signal.getsignal(signal.SIGTERM)
     assert experiment.main([str(path), "--jobs", "2"], fake_train) == 0
+    assert signal.getsignal(signal.SIGTERM) == before
     assert sorted(started(tmp_path)) == ["action-lr1e-4-s0", "action-lr1e-4-s1", "grpo-lr1e-4-s0", "grpo-lr1e-4-s1"]
     assert "seeds 0, 1, commit abcdef0" in capsys.readouterr().out
     metrics = tmp_path / "out/plain/grpo-lr1e-4-s1/metrics.jsonl"
