@@ -81,7 +81,7 @@ class Engine:
         cache_dtype = torch.get_autocast_dtype(self.device.type) if torch.is_autocast_enabled(self.device.type) else self.dtype
         self.decoder, self.cache = Decoder(lm), SlotCache(lm.config, num_slots, self.device, cache_dtype)
         castless = not torch.is_autocast_enabled(self.device.type) or self.dtype == cache_dtype
-        self.graphs = DecodeGraphs(lm, self.decoder, self.cache, num_slots) if cuda_graphs and self.device.type == "cuda" and self.decoder.direct and castless else None
+        self.graphs = DecodeGraphs(lm, self.decoder, self.cache) if cuda_graphs and self.device.type == "cuda" and self.decoder.direct and castless else None
         self.rows: list[Sequence] = []  # by cache row
         self.by_key: dict[tuple, Sequence] = {}
         self.prompts: dict[object, Prompt] = {}  # of groups with waiting samples
@@ -233,8 +233,9 @@ class Engine:
 
     def _replay(self, num_rows: int) -> torch.Tensor:
         """The same for rows with one token each, by a CUDA graph of their shape; rows behind them fill it up (see lld/graphs.py)."""
-        rows = self.rows[: bucket(num_rows, self.num_slots)]
-        missing = bucket(num_rows, self.num_slots) - len(rows)
+        filled = bucket(num_rows, self.num_slots)
+        rows = self.rows[:filled]
+        missing = filled - len(rows)
         ends = [row.length + 1 for row in rows] + [1] * missing
         self.cache.reserve(max(ends))
         return self.graphs([row.unread[0] if row.unread else 0 for row in rows] + [0] * missing, ends, num_rows)

@@ -32,8 +32,8 @@ def capture_cuda(forward: Callable[[], torch.Tensor], pool) -> tuple[Callable[[]
 class DecodeGraphs:
     """Steps of one engine. Holds the addresses of weights and cache: both must stay where they are; a cache that grew is noticed."""
 
-    def __init__(self, lm, decoder, cache, num_slots: int, capture: Callable = capture_cuda):
-        self.lm, self.decoder, self.cache, self.num_slots, self.capture = lm, decoder, cache, num_slots, capture
+    def __init__(self, lm, decoder, cache, capture: Callable = capture_cuda):
+        self.lm, self.decoder, self.cache, self.capture = lm, decoder, cache, capture
         self.pool = torch.cuda.graph_pool_handle() if cache.state.is_cuda else None
         self._forget()
 

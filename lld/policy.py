@@ -85,7 +85,8 @@ class Policy(nn.Module):
         visited, in slices whose logits are recomputed in the backward pass. A model in float64 gives float64.
         """
         head, embeddings = self.lm.get_output_embeddings(), self.lm.get_input_embeddings()
-        tied = [] if head.weight is embeddings.weight and head.bias is None and type(embeddings) is nn.Embedding else None
+        whole = head.weight.dtype in (torch.float32, torch.float64)  # in half precision the sum over a frequent token would lose most of its terms
+        tied = [] if whole and head.weight is embeddings.weight and head.bias is None and type(embeddings) is nn.Embedding else None
         states_NC, targets_N = self.states(token_ids_BT, scored_BT, tied)
         logprob_N, entropy_N = token_scores(states_NC, head, targets_N, temperature, entropy_gradient, tied)
         zeros_BT = torch.zeros(token_ids_BT.shape, dtype=logprob_N.dtype, device=token_ids_BT.device)

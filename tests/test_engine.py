@@ -256,7 +256,7 @@ def test_steps_of_fixed_shapes_are_the_same_steps(tokenizer):
     for fixed in (False, True):
         engine = new_engine(lm, tokenizer, num_slots=7, stop_strings=())
         if fixed:
-            engine.graphs = DecodeGraphs(lm, engine.decoder, engine.cache, 7, capture)
+            engine.graphs = DecodeGraphs(lm, engine.decoder, engine.cache, capture)
         for number, prompt in enumerate(PROMPTS):
             engine.add(number, prompt, [number, number + 10, number + 20], 100)
         played.append(run(engine, turns=3, observation=range(5, 12), max_new_tokens=60, parked_steps=9))

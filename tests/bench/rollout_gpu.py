@@ -68,7 +68,7 @@ def main() -> None:
     for slots in args.slots:
         engine = Engine(lm, tokenizer, num_slots=slots, temperature=0, top_p=1.0, stop_strings=(), eos_ids=(), cuda_graphs=args.graphs)
         for key in range(slots):
-            engine.add(key, [20 + key % 50] * args.context, [0], 64)
+            engine.add(key, [20 + key % 50] * args.context, [0], 256)
         began, fed = time.perf_counter(), 0
         while fed < slots * args.context:
             engine.step()
