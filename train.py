@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import functools
 import json
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -154,7 +155,7 @@ def train(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
             metrics.append_rows(run_dir / "timings.jsonl", [{"step": step} | timings])
             accelerator.log(row | timings, step=step)
             guard.beat(step, cfg.run.steps, timings["time/step_s"], int(batch.lengths_B.sum()))
-            steps.set_postfix(reward=f"{row['reward/mean']:.3f}", entropy=f"{row['entropy']:.3f}", searches=f"{row['searches']:.2f}")
+            steps.set_postfix(reward=f"{row['reward/mean']:.3f}", entropy=f"{row.get('entropy', math.nan):.3f}", searches=f"{row['searches']:.2f}")
         if began and parts.recent is not None and accelerator.is_main_process:
             folder = parts.recent.write(run_dir, cfg, parts.lm, parts.tokenizer)
             tqdm.write(f"crash box: {folder}; try another loss on it with train.py --replay {folder} loss.lld_weight=0.2")
@@ -188,7 +189,7 @@ def learn(parts: Parts, cfg: config.Config, step: int, episodes: list[Episode], 
     if due(step, cfg.monitor.rescore_every):
         scores.final_BT = score_batch(accelerator, parts.policy, batch, cfg)
     if parts.sentinel is None and cfg.monitor.sentinel_every:
-        parts.sentinel = monitor.choose_sentinel(batch, episodes, cfg.monitor.sentinel_size)
+        parts.sentinel = monitor.choose_sentinel(batch, scores.old_BT, episodes, cfg.monitor.sentinel_size)
         if parts.sentinel is not None and accelerator.is_main_process:
             monitor.save_sentinel(Path(cfg.run.dir) / "sentinel.pt", parts.sentinel, step)
     if parts.sentinel is not None and due(step, cfg.monitor.sentinel_every):
@@ -220,7 +221,7 @@ def warn(parts: Parts, cfg: config.Config, row: dict) -> int:
         return 0
     text = (
         f"step {row['step']}: phase {row['phase']} ({phases.NAMES[row['phase']]}) begins: correct responses lose likelihood, {row.get('displacement/correct', 0.0):+.4f} nats a token at this step; "
-        f"entropy {row['entropy']:.3f}, ratio tail {row['ratio/q999']:.2f}, gradient norm {row['grad_norm']:.2f}"
+        f"entropy {row.get('entropy', math.nan):.3f}, ratio tail {row.get('ratio/q999', math.nan):.2f}, gradient norm {row['grad_norm']:.2f}"
     )
     if parts.accelerator.is_main_process:
         tqdm.write(f"*** WARNING *** {text}", file=sys.stderr)
@@ -275,13 +276,12 @@ def build(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
     guard.watch(run_dir, accelerator, cfg.run.watchdog_s)
     if accelerator.is_main_process:
         checkpoint.begin_run(run_dir, cfg, first_step)
-    if sharded:
-        accelerator.wait_for_everyone()
-        if not (run_dir / "run.json").exists():
-            raise ValueError(f"run.dir = {run_dir}: process {accelerator.process_index} does not see what the main process wrote there; choose a folder that all machines share")
+    accelerator.wait_for_everyone()  # the log is cut to first_step rows before anybody reads it
+    if sharded and not (run_dir / "run.json").exists():
+        raise ValueError(f"run.dir = {run_dir}: process {accelerator.process_index} does not see what the main process wrote there; choose a folder that all machines share")
     if cfg.run.trackers:
         accelerator.init_trackers("lld", config={f"{s}.{k}": str(v) for s, options in config.to_dict(cfg).items() for k, v in options.items()})
-    parts = Parts(accelerator, tokenizer, questions, held_out, search, policy, bare, bare.lm, twin, reference, anchor, optimizer, snapshots, phases.Detector(), guard)
+    parts = Parts(accelerator, tokenizer, questions, held_out, search, policy, bare, bare.lm, twin, reference, anchor, optimizer, snapshots, phases.Detector(cfg.optim.updates_per_rollout), guard)
     remember(parts, cfg, box or run_dir, first_step)
     return parts, first_step
 

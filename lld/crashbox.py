@@ -11,6 +11,8 @@ import shutil
 from pathlib import Path
 from typing import Callable
 
+import torch
+
 from lld import checkpoint, config, runs, trajectories
 from lld.episode import Episode
 
@@ -29,8 +31,9 @@ class Recent:
     def before(self, step: int, lm, trainer_state: Callable[[], dict]) -> None:
         """Call before the step's update."""
         if not self.states or step - self.states[-1][0] >= self.num_steps:
-            weights = {name: tensor.detach().cpu().clone() for name, tensor in lm.state_dict().items()}
-            self.states = [*self.states[-1:], (step, weights, copy.deepcopy(trainer_state()))]
+            own = {name for name, _ in (*lm.named_parameters(), *lm.named_buffers())}  # a tied weight under one name
+            weights = {name: tensor for name, tensor in lm.state_dict().items() if name in own}
+            self.states = [*self.states[-1:], (step, on_cpu(weights), on_cpu(trainer_state()))]
             self.episodes = {s: some for s, some in self.episodes.items() if s >= self.states[0][0]}
 
     def keep(self, step: int, episodes: list[Episode]) -> None:
@@ -43,9 +46,7 @@ class Recent:
         aside = folder.with_name(folder.name + ".partial")
         shutil.rmtree(aside, ignore_errors=True)
         (aside / "episodes").mkdir(parents=True)
-        past = copy.deepcopy(lm).cpu()
-        past.load_state_dict(weights)
-        checkpoint.save(aside, step, past, tokenizer, trainer_state)
+        checkpoint.save(aside, step, lm, tokenizer, trainer_state, weights=weights)
         for number, episodes in self.episodes.items():
             (aside / "episodes" / f"step_{number:06d}.jsonl").write_text("".join(trajectories.to_json(episode) + "\n" for episode in episodes))
         config.save(cfg, aside / "config.yaml")
@@ -57,6 +58,15 @@ class Recent:
         shutil.rmtree(folder, ignore_errors=True)  # a resumed run may come by the same step again
         os.replace(aside, folder)
         return folder
+
+
+def on_cpu(tree):
+    """A copy of tensors in dicts and lists, in CPU memory."""
+    if isinstance(tree, torch.Tensor):
+        return tree.detach().cpu().clone()
+    if isinstance(tree, dict):
+        return {name: on_cpu(value) for name, value in tree.items()}
+    return [on_cpu(value) for value in tree] if isinstance(tree, list) else copy.deepcopy(tree)
 
 
 def steps_of(box: Path) -> list[int]:
@@ -76,16 +86,16 @@ def read_episodes(box: Path, step: int) -> list[Episode]:
 
 
 def same_rows(original: list[dict], replayed: list[dict]) -> list[str]:
-    """Names whose values differ between the two logs, evaluation apart, which a replay does not make."""
+    """Names whose values differ between the two logs, evaluation apart, which a replay does not make. As text: NaN equals itself."""
     by_step = {row["step"]: row for row in original}
-    return sorted({name for row in replayed for name, value in row.items() if by_step.get(row["step"], {}).get(name) != value})
+    return sorted({name for row in replayed for name, value in row.items() if repr(by_step.get(row["step"], {}).get(name)) != repr(value)})
 
 
 def replay_options(box: Path, overrides: list[str]) -> config.Config:
     """The options of the boxed run with `overrides`, for a run of its steps into BOX/replays."""
     steps = steps_of(box)
     name = "_".join(override.partition(".")[2] for override in overrides).replace("/", "-") or "unchanged"
-    cfg = config.load(str(box / "config.yaml"), [*overrides, f"run.dir={box}/replays/{name}", f"run.steps={steps[-1] + 1}", "eval.every=0", "eval.at_start=false", "run.trackers=[]", "monitor.crash_box=0"])
+    cfg = config.load(str(box / "config.yaml"), [*overrides, f"run.dir={box}/replays/{name}", f"run.steps={steps[-1] + 1}", "eval.every=0", "eval.at_start=false", "run.trackers=[]", "monitor.crash_box=0", "monitor.stop_in_phase=0"])
     before, now = config.to_dict(config.load(str(box / "config.yaml"))), config.to_dict(cfg)
     changed = [f"{section}.{option}" for section in ("data", "model", "rollout", "retriever", "tinyworld") for option in now[section] if now[section][option] != before[section][option]]
     if changed:

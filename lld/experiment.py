@@ -144,7 +144,8 @@ def write_tables(experiment: Experiment, title: str) -> str:
     head = f"{title}, base `{experiment.base}`: {len(finished)} of {len(experiment.runs)} runs finished, seeds {', '.join(map(str, seeds))}, commit {', '.join(commits) or 'unknown'}."
     sections = [outcomes.by_rate(runs), outcomes.own_best(runs, experiment.reference), outcomes.paired(runs, experiment.reference)]
     curves = [(about, rows[run.folder]) for about, run in zip(runs, finished)]
-    sections.append(outcomes.warnings(curves, phases.detect))  # today's rule on all runs, whatever rule they logged
+    today = [phases.detect(rows[run.folder], run.cfg.optim.updates_per_rollout) for run in finished]  # today's rule, whatever rule they logged
+    sections.append(outcomes.warnings(curves, today))
     text = "\n\n".join([head, *[outcomes.markdown(table) for table in sections if table.rows]]) + "\n"
     (experiment.out / "table.md").write_text(text)
     (experiment.out / "table.csv").write_text(outcomes.csv_text(outcomes.aggregate_rows(runs)))

@@ -47,13 +47,12 @@ class Run:
     def log(self) -> Path:
         return self.folder.with_name(self.folder.name + ".log")
 
-    def num_steps(self) -> int:
-        """Steps on disk, without a last line still being written."""
-        path = self.folder / "metrics.jsonl"
-        return path.read_bytes().count(b"\n") if path.exists() else 0
-
     def finished(self) -> bool:
-        return self.num_steps() >= self.steps
+        """Whether all steps are in the log (a last line still being written is none) and, where there is one, the last one's evaluation."""
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        evaluated = not (self.cfg.eval.every and self.cfg.eval.during_training)
+        return len(lines) >= self.steps and (evaluated or any(name.startswith("eval/") for name in json.loads(lines[self.steps - 1])) or len(lines) > self.steps)
 
 
 @dataclass(frozen=True)

@@ -66,15 +66,15 @@ def displacement(batch: Batch, old_BT: torch.Tensor, new_BT: torch.Tensor, rows:
     return table
 
 
-def gates(batch: Batch, old_BT: torch.Tensor, new_BT: torch.Tensor, rows: list[int]) -> dict[str, float]:
+def gates(batch: Batch, anchor_BT: torch.Tensor, new_BT: torch.Tensor, rows: list[int]) -> dict[str, float]:
     """What each gate of LLDS would do on the rows with A >= 0, whatever `loss.lld_weight` is: the share of their tokens
-    it opens on, and the mean penalty per token before lambda (Eqs. 4, 9, 10)."""
-    preserved = [row for row in rows if batch.advantages_B[row] >= 0 and (new_BT[row] - old_BT[row]).isfinite().all()]
+    it opens on, and the mean penalty per token before lambda (Eqs. 4, 9, 10). `anchor_BT` is what LLDS compares with."""
+    preserved = [row for row in rows if batch.advantages_B[row] >= 0 and (new_BT[row] - anchor_BT[row]).isfinite().all()]
     action_ids_RT = batch.action_ids_BT[preserved]
     num_tokens = int((action_ids_RT > 0).sum())
     if not num_tokens:
         return {}
-    fall_RT = old_BT[preserved] - new_BT[preserved]
+    fall_RT = anchor_BT[preserved] - new_BT[preserved]
     row = {}
     for gate in ("token", "action", "response"):
         open_RT = gate_BT(fall_RT, action_ids_RT, gate)
@@ -123,9 +123,10 @@ def sampler_gap(batch: Batch, scores: Scores) -> dict[str, float]:
 def episode_likelihoods(batch: Batch, old_BT: torch.Tensor, episodes: list[Episode]) -> dict[str, float]:
     """The paper's Figures 5 and 6 from the likelihoods before the update.
 
-    Mean log-probability per token of the first and the second action of wrong episodes; the share of wrong episodes whose
-    first search found the same passages as that of a right episode of the same question; and mean negative log-likelihood
-    per token by the number of searches. Wrong and right are by exact match, whatever the reward.
+    Mean log-probability per token of the first and the second action of wrong episodes; the share of those whose
+    first search found the same passages as that of a right episode of the same question, among wrong episodes that began with a
+    search and whose question also has a right one; and mean negative log-likelihood
+    per token by the number of searches. Wrong and right are by exact match, whatever the reward; episodes with a value that is not finite are left out.
     """
     right = [is_right(episode) for episode in episodes]
     first_found = [first_passages(episode) for episode in episodes]
@@ -136,6 +137,8 @@ def episode_likelihoods(batch: Batch, old_BT: torch.Tensor, episodes: list[Episo
     sums, counts, matches = {}, {}, []
     for index, episode in enumerate(episodes):
         action_ids_T, logprobs_T = batch.action_ids_BT[index], old_BT[index]
+        if not logprobs_T.isfinite().all():
+            continue
         names = [(f"nll/searches{episode.num_searches}", action_ids_T > 0, -1.0)]
         if not right[index]:
             names += [("wrong/first_action", action_ids_T == 1, 1.0), ("wrong/second_action", action_ids_T == 2, 1.0)]
@@ -160,11 +163,15 @@ def first_passages(episode: Episode) -> frozenset | None:
     return frozenset(passage.contents for passage in turn.passages) if turn is not None and turn.searched else None
 
 
-def choose_sentinel(batch: Batch, episodes: list[Episode], size: int) -> Batch | None:
-    """The first `size` right episodes of a rollout as a batch of their own; None where there is none."""
-    rows = [row for row, episode in enumerate(episodes) if is_right(episode)][:size]
+def choose_sentinel(batch: Batch, old_BT: torch.Tensor, episodes: list[Episode], size: int) -> Batch | None:
+    """The first `size` right episodes of a rollout as a batch of their own; None where there is none.
+
+    In place of the sampler's log-probabilities, which with top_p < 1 are those of the cut distribution, it holds `old_BT`.
+    """
+    rows = [row for row, episode in enumerate(episodes) if is_right(episode) and old_BT[row].isfinite().all()][:size]
     if not rows:
         return None
+    batch = dataclasses.replace(batch, sampled_logprobs_BT=old_BT)
     return Batch(*(tuple(batch.names[row] for row in rows) if name == "names" else getattr(batch, name)[rows] for name in BATCH_FIELDS))
 
 
@@ -191,7 +198,7 @@ def load_sentinel(path: Path, first_step: int) -> Batch | None:
 def describe(batch: Batch, scores: Scores, episodes: list[Episode], cfg) -> dict[str, float]:
     """One row for a rollout and all its updates; names in metrics.GLOSSARY."""
     rows = list(range(len(batch.names)))
-    row = policy_change(batch, scores, rows, cfg) | displacement(batch, scores.old_BT, scores.new_BT, rows) | gates(batch, scores.old_BT, scores.new_BT, rows)
+    row = policy_change(batch, scores, rows, cfg) | displacement(batch, scores.old_BT, scores.new_BT, rows) | gates(batch, scores.anchor_BT, scores.new_BT, rows)
     row |= sampler_gap(batch, scores) | episode_likelihoods(batch, scores.old_BT, episodes)
     if scores.final_BT is not None:
         row |= displacement(batch, scores.old_BT, scores.final_BT, rows, "final/")
@@ -201,4 +208,4 @@ def describe(batch: Batch, scores: Scores, episodes: list[Episode], cfg) -> dict
 def describe_update(batch: Batch, scores: Scores, update: int, cfg) -> dict[str, float]:
     """One row for one optimizer step, over the rows it used."""
     rows = scores.rows[update]
-    return policy_change(batch, scores, rows, cfg) | displacement(batch, scores.old_BT, scores.new_BT, rows) | gates(batch, scores.old_BT, scores.new_BT, rows)
+    return policy_change(batch, scores, rows, cfg) | displacement(batch, scores.old_BT, scores.new_BT, rows) | gates(batch, scores.anchor_BT, scores.new_BT, rows)

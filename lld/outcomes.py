@@ -7,7 +7,7 @@ collapse, no correct response left whose likelihood could be given.
 import csv
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
 
@@ -244,24 +244,27 @@ def onsets(phases: Sequence[int], level: int) -> list[int]:
     return [index for index, phase in enumerate(phases) if phase >= level and (index == 0 or phases[index - 1] < level)]
 
 
-def warnings(runs: Sequence[tuple[dict, Sequence[dict]]], detect: Callable[[Sequence[dict]], Sequence[int]] = recorded_phases) -> Table:
-    """How early phases 2 and 3 begin before a collapse, and how often where none comes; `detect` gives the phase of each row.
+def warnings(runs: Sequence[tuple[dict, Sequence[dict]]], phases: Sequence[Sequence[int]] | None = None) -> Table:
+    """How early phases 2 and 3 begin before a collapse, and how often where none comes.
 
-    `runs` are pairs of a run and its rows. A median counts a run without a warning up to its collapse as one with none at all.
+    `runs` are pairs of a run and its rows, `phases` the phase of each row of each run, the logged one if None. A median counts a
+    run without a warning up to its collapse as one with none at all.
     """
     title = (
         "**Early warning.** Lead: steps from the start of the phase to the collapse, median over all collapsing runs; first start, and last start up to the collapse (an early false alarm that passed lends the first a long lead); "
         f"before the fall: from the first start to where the reward began to lie {COLLAPSE_FALL} below its maximum. False alarms: over the stable runs, which neither collapsed nor halved their EM."
     )
     header = ("phase", "collapsing runs", "warned", "lead, first", "lead, last", "before the fall", "stable runs", "runs with a false alarm", "false alarms")
-    judged = [(run, [row["step"] for row in rows], detect(rows)) for run, rows in runs]
-    if not any(phase for *_, phases in judged for phase in phases):
+    if phases is None:
+        phases = [recorded_phases(rows) for _, rows in runs]
+    judged = [(run, [row["step"] for row in rows], of_run) for (run, rows), of_run in zip(runs, phases)]
+    if not any(phase for of_run in phases for phase in of_run):
         return Table(title, header, [])
     rows = []
     for level, name in ((2, "2 decay"), (3, "3 acceleration")):
         leads, last_leads, fall_leads, false_alarms = [], [], [], []
-        for run, steps, phases in judged:
-            starts = [steps[index] for index in onsets(phases, level)]
+        for run, steps, of_run in judged:
+            starts = [steps[index] for index in onsets(of_run, level)]
             if run["collapse_step"] is None:
                 false_alarms += [] if run["em_halved"] else [len(starts)]
                 continue

@@ -64,6 +64,8 @@ def read_trajectories(path: Path) -> list[list[dict]]:
     """The groups of one RUN/trajectories/step_N.jsonl, in order of the file."""
     groups: dict[str, list[dict]] = {}
     for row in runs.read_rows(path):
+        if type(row["step"]) is not int:  # it becomes part of the page's markup
+            raise ValueError(f"{path}: step = {row['step']!r} is no whole number: the file is damaged, delete it")
         groups.setdefault(row["question"]["id"], []).append(row)
     return list(groups.values())
 

@@ -11,7 +11,8 @@ log-likelihood, beyond an allowance (a one-sided CUSUM, Page 1954), and looks at
                      lowest so far; median of ratio/q999 - 1 above twice its level in the first two windows; median gradient
                      norm above twice its level there
 
-A window is 10 steps. A phase is reported while its condition holds. Being relative to |log-likelihood| and to the run's own
+With one update a rollout x is that of the re-scored rollouts (`final/displacement/correct`, monitor.rescore_every), the only
+steps that say something. A window is 10 steps. A phase is reported while its condition holds. Being relative to |log-likelihood| and to the run's own
 beginning, the rule knows no model's scale; its constants were chosen on runs of seed 0 of the tiny world (README).
 """
 
@@ -25,9 +26,11 @@ NAMES = ("healthy", "stagnation", "decay", "acceleration")
 
 
 class Detector:
-    """Feeds on rows of metrics.jsonl, one by one, and says which phase the run is in."""
+    """Feeds on rows of metrics.jsonl, one by one, and says which phase the run is in; `num_updates` is optim.updates_per_rollout."""
 
-    def __init__(self):
+    def __init__(self, num_updates: int = 2):
+        # At the only update of a rollout the policy still is the old one: nothing has moved until it is re-scored.
+        self.displacement = "displacement/correct" if num_updates > 1 else "final/displacement/correct"
         self.rows: list[dict] = []
         self.falls: list[float] = [0.0]  # S after each step
         self.lowest_entropy = float("inf")
@@ -36,9 +39,9 @@ class Detector:
         self.rows.append({name: row[name] for name in ("entropy", "ratio/q999", "grad_norm") if name in row})
         if len(self.rows) >= WINDOW and (entropies := self._values("entropy")):
             self.lowest_entropy = min(self.lowest_entropy, statistics.fmean(entropies))
-        fall = 0.0  # no mixed group: nothing was learned, so nothing was displaced
-        if "displacement/correct" in row and "likelihood/correct_old" in row:
-            relative = row["displacement/correct"] / max(abs(row["likelihood/correct_old"]), 1e-6)
+        fall = 0.0  # no mixed group: nothing was learned, so nothing was displaced; or not re-scored
+        if self.displacement in row and "likelihood/correct_old" in row:
+            relative = row[self.displacement] / max(abs(row["likelihood/correct_old"]), 1e-6)
             fall = -max(-LARGEST_FALL, min(LARGEST_FALL, relative)) - ALLOWANCE
         self.falls.append(max(0.0, self.falls[-1] + fall))
         if self.falls[-1] <= DECAY:
@@ -61,7 +64,7 @@ class Detector:
         return [row[name] for row in self.rows[start:end] if name in row]
 
 
-def detect(rows: list[dict]) -> list[int]:
+def detect(rows: list[dict], num_updates: int = 2) -> list[int]:
     """The phase at each row of a run."""
-    detector = Detector()
+    detector = Detector(num_updates)
     return [detector.update(row) for row in rows]

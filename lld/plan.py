@@ -324,6 +324,10 @@ def describe(cfg: config.Config, shape: Shape, setup: Setup) -> str:
     if cfg.optim.name == "adamw_offload" or setup.offloaded:
         each = 16 / setup.processes + 4 * (cfg.loss.kl_weight > 0) / setup.processes if setup.offloaded else 16
         lines += [f"and {each * shape.params / GB:.1f} GB of CPU memory a process for weights, gradients and moments{' and the reference' * (setup.offloaded and cfg.loss.kl_weight > 0)} in float32"]
+    if cfg.monitor.crash_box:
+        always = phases["optimizer step"]
+        moments = always["optimizer"] or 8 * shape.params
+        lines += [f"and {2 * (always['weights'] + moments) / GB:.1f} GB of CPU memory of the main process for the crash box: weights and moments, twice"]
     if setup.on_gpu:
         step = times(cfg, shape, setup)
         seconds = sum(part for part, _ in step.parts.values())

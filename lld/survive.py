@@ -76,15 +76,18 @@ class Guard:
 
     def ticks(self, bar: tqdm) -> Callable[[int], None]:
         """`bar.update` that is a sign of life as well, and raises Interrupted once a signal has come."""
+        done = 0  # not bar.n, which a disabled bar, as on all ranks but the first, leaves at 0
         if bar.total == 0 and self.num_processes > 1:  # nothing to play here
             self.phase(WAITING)
 
         def tick(count: int) -> None:
+            nonlocal done
+            done += count
             bar.update(count)
             self.alive = time.monotonic()
             if self.signal:
                 raise Interrupted(f"{signal.Signals(self.signal).name} received")
-            if bar.n >= bar.total and self.num_processes > 1:
+            if done >= bar.total and self.num_processes > 1:
                 self.phase(WAITING)
 
         return tick
@@ -148,7 +151,8 @@ class Guard:
         return f"Saved {folder}; continue with --resume." if folder else "Continue from the last checkpoint with --resume."
 
     def _others(self) -> str:
-        rows = [json.loads(path.read_text()) for path in sorted(self.run_dir.glob("heartbeat-rank*.json"))]
+        paths = [heartbeat_path(self.run_dir, rank) for rank in range(self.num_processes)]  # not those of an earlier, larger launch
+        rows = [json.loads(path.read_text()) for path in paths if path.exists()]
         busy = [f"rank {row['rank']} is in phase {row['phase']!r} of step {row['step']} since {row['time']}" for row in rows if row["phase"] != WAITING]
         return f"; {', '.join(busy)}" if busy else ""
 

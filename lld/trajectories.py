@@ -30,8 +30,8 @@ def read_episodes(path: Path) -> list[Episode]:
 
 def describe(tokenizer, step: int, episodes: list[Episode], batch: Batch, scores: Scores, rewards: list[float], rows: list[int]) -> list[dict]:
     """One record for each of `rows`: the episode, its tokens as text, and each token's author, part, log-probabilities
-    (None where the model did not write it) and gates. The gates are those of old -> new, whatever the advantage."""
-    fall_RT = scores.old_BT[rows] - scores.new_BT[rows]
+    (None where the model did not write it) and gates. The gates are those of LLDS's anchor -> new, whatever the advantage."""
+    fall_RT = scores.anchor_BT[rows] - scores.new_BT[rows]
     gates = {gate: gate_BT(fall_RT, batch.action_ids_BT[rows], gate).int().tolist() for gate in ("token", "action", "response")}
     tables = {"sampled": batch.sampled_logprobs_BT, "old": scores.old_BT, "new": scores.new_BT, "final": scores.final_BT}
     records = []

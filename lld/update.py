@@ -139,13 +139,15 @@ class Scores:
     """Log-probabilities (B, T) of the whole batch, the same on every process, 0 on tokens the model did not write.
 
     `old_BT` before the first update, `new_BT` and `entropy_BT` at the moment of the update that used the row, `final_BT`
-    after the last one (None where the rollout was not re-scored). `rows[u]` are the rows of update u.
+    after the last one (None where the rollout was not re-scored), `anchor_BT` what LLDS compares with, which is `old_BT` unless
+    it is an older policy. `rows[u]` are the rows of update u.
     """
 
     old_BT: torch.Tensor
     new_BT: torch.Tensor
     entropy_BT: torch.Tensor
     final_BT: torch.Tensor | None
+    anchor_BT: torch.Tensor
     rows: list[list[int]]
 
 
@@ -197,9 +199,9 @@ def update_policy(accelerator, policy, reference, optimizer, batch: Batch, cfg: 
                 new_BT[rows, :width] = logprobs_BT.detach().cpu()
                 entropy_BT[rows, :width] = entropies_BT.detach().cpu()
         update_rows.append(means.reduce(accelerator) | make_step(accelerator, policy, optimizer, suspects, len(update_rows), cfg.optim.max_grad_norm))
-    own = {"new": new_BT, "entropy": entropy_BT} | ({} if sampler_is_old else {"old": old_BT})
+    own = {"new": new_BT, "entropy": entropy_BT} | ({} if sampler_is_old else {"old": old_BT}) | ({} if anchor is None else {"anchor": anchor_BT})
     whole = {"old": old_BT} | {name: accelerator.reduce(tensor.to(accelerator.device), "sum").cpu() for name, tensor in own.items()}
-    return update_rows, Scores(whole["old"], whole["new"], whole["entropy"], None, rows_of)
+    return update_rows, Scores(whole["old"], whole["new"], whole["entropy"], None, whole.get("anchor", whole["old"]), rows_of)
 
 
 def make_step(accelerator, policy, optimizer, suspects: list[str], update: int, max_grad_norm: float) -> dict[str, float]:

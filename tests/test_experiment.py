@@ -149,6 +149,18 @@ def test_finished_runs_are_skipped_and_half_finished_ones_continue(tmp_path, cap
     assert all(line.split()[2] == "1" for line in (tmp_path / "out/plain/started.txt").read_text().splitlines())  # one thread a run
 
 
+def test_a_run_whose_last_evaluation_was_cut_short_is_not_finished(tmp_path, capsys, fake_train):
+    """A signal in the last evaluation: the row is there, the evaluation is made up by --resume."""
+    path = write_experiment(tmp_path)
+    assert experiment.main([str(path)], script=fake_train) == 0
+    (run,) = [run for run in grid.load_experiment(path).runs if run.name == "plain/action-lr1e-4-s1"]
+    log = run.folder / "metrics.jsonl"
+    lines = log.read_text().splitlines()
+    log.write_text("".join(line + "\n" for line in [*lines[:-1], json.dumps({name: value for name, value in json.loads(lines[-1]).items() if "eval" not in name})]))
+    assert not run.finished()
+    assert experiment.main([str(path), "--table-only"], script=fake_train) == 0 and "3 of 4 runs finished" in capsys.readouterr().out
+
+
 def test_a_failed_run_shows_its_log_and_does_not_stop_the_others(tmp_path, capsys, fake_train):
     path = write_experiment(tmp_path, seeds=[7, 0])
     assert experiment.main([str(path), "--jobs", "1"], fake_train) == 1
@@ -316,7 +328,7 @@ def test_warnings_by_hand():
     table = outcomes.warnings(runs)
     assert table.rows[0] == ("2 decay", "2", "1", "no warning", "no warning", "no warning", "2", "1", "2")
     assert table.rows[1][1:4] == ("2", "0", "no warning") and table.rows[1][-2:] == ("0", "0")
-    alone = outcomes.warnings([runs[0], runs[2]], detect=lambda rows: [row["phase"] for row in rows])
+    alone = outcomes.warnings([runs[0], runs[2]], [[row["phase"] for row in rows] for _, rows in (runs[0], runs[2])])
     assert alone.rows[0] == ("2 decay", "1", "1", "30", "10", "25", "1", "1", "2")
     assert outcomes.warnings([(run, [{"step": 0}]) for run, _ in runs]).rows == []  # no phases were logged
 

@@ -1,5 +1,6 @@
 """Every recorded figure against a loop over tokens; the phases on made-up histories; the sentinel; trajectories."""
 
+import dataclasses
 import json
 import math
 
@@ -24,7 +25,7 @@ def recorded():
     written_BT = batch.action_ids_BT > 0
     draw = lambda scale: torch.randn(batch.token_ids_BT.shape, generator=generator) * scale * written_BT
     old_BT = -draw(1.0).abs()
-    scores = Scores(old_BT, old_BT + draw(0.1), draw(1.0).abs(), old_BT + draw(0.2), [list(range(0, 12, 2)), list(range(1, 12, 2))])
+    scores = Scores(old_BT, old_BT + draw(0.1), draw(1.0).abs(), old_BT + draw(0.2), old_BT, [list(range(0, 12, 2)), list(range(1, 12, 2))])
     return episodes, batch, scores
 
 
@@ -107,6 +108,10 @@ def test_gates_are_watched_whether_llds_is_on_or_not(recorded):
     for gate in open_tokens:
         assert found[f"gate/{gate}/open"] == pytest.approx(open_tokens[gate] / num_tokens, abs=1e-6)
         assert found[f"gate/{gate}/penalty"] == pytest.approx(penalty[gate] / num_tokens, abs=1e-6)
+    older = dataclasses.replace(scores, anchor_BT=scores.new_BT + 0.01)  # LLDS compares with an older policy: every token fell by 0.01
+    row = monitor.describe(batch, older, episodes, config.from_dict(OPTIONS))
+    assert [row[f"gate/{gate}/{what}"] for gate in open_tokens for what in ("open", "penalty")] == pytest.approx([1.0, 0.01] * 3, rel=1e-4)
+    assert row["displacement/correct"] == monitor.describe(batch, scores, episodes, config.from_dict(OPTIONS))["displacement/correct"]
 
 
 @pytest.mark.parametrize("kind", ["grpo", "gspo"])
@@ -173,6 +178,11 @@ def test_a_row_that_is_not_finite_is_left_out(recorded):
     new_BT[0, len(episodes[0].prompt_ids)] = float("nan")
     rest = monitor.displacement(batch, scores.old_BT, scores.new_BT, list(range(1, 12)))
     assert monitor.displacement(batch, scores.old_BT, new_BT, list(range(12))) == pytest.approx(rest)
+    without = dataclasses.replace(batch, action_ids_BT=batch.action_ids_BT * (torch.arange(12) > 0)[:, None])
+    rest = monitor.episode_likelihoods(without, scores.old_BT, episodes)
+    found = monitor.episode_likelihoods(batch, torch.where(new_BT.isnan(), new_BT, scores.old_BT), episodes)
+    names = [name for name in rest if name != "wrong/observation_match"]  # which is no likelihood
+    assert len(names) >= 4 and [found[name] for name in names] == pytest.approx([rest[name] for name in names])
 
 
 def test_the_sentinel_is_scored_under_the_policy_of_the_moment(tmp_path, recorded):
@@ -183,7 +193,8 @@ def test_the_sentinel_is_scored_under_the_policy_of_the_moment(tmp_path, recorde
     tokenizer = make_tokenizer()
     episodes = make_episodes(12, len(tokenizer))
     batch = collate(episodes, ADVANTAGES_PG, tokenizer.pad_token_id)
-    sentinel = monitor.choose_sentinel(batch, episodes, 2)
+    old_BT = torch.where(batch.action_ids_BT > 0, -0.5, 0.0)  # the whole distribution's; made-up episodes were sampled at -1 of a cut one
+    sentinel = monitor.choose_sentinel(batch, old_BT, episodes, 2)
     right = [row for row, episode in enumerate(episodes) if episode.answer == "a"][:2]
     assert sentinel.names == tuple(batch.names[row] for row in right)
     monitor.save_sentinel(tmp_path / "sentinel.pt", sentinel, 4)
@@ -199,7 +210,7 @@ def test_the_sentinel_is_scored_under_the_policy_of_the_moment(tmp_path, recorde
         start = len(episodes[row].prompt_ids)
         sums += [float(logprobs_TV[start + t - 1, token]) for t, (token, action) in enumerate(zip(episodes[row].token_ids, episodes[row].action_ids)) if action]
     assert found["sentinel/likelihood"] == pytest.approx(sum(sums) / len(sums), abs=1e-5)
-    assert found["sentinel/displacement"] == pytest.approx(sum(sums) / len(sums) + 1.0, abs=1e-5)  # made-up episodes were sampled at -1
+    assert found["sentinel/displacement"] == pytest.approx(sum(sums) / len(sums) + 0.5, abs=1e-5)
 
 
 def history(displacements, entropy=lambda s: 0.3, grad_norm=lambda s: 1.0, tail=lambda s: 1.2):
@@ -220,6 +231,16 @@ def test_phases_of_made_up_histories():
     assert loud[78:86] == [2] * 8 and loud[86:] == [3] * 14
     assert phases.detect(history([0.005] * 40 + [-0.0125] * 60, tail=lambda s: 1.2 if s < 85 else 1.5))[90:] == [3] * 10
     assert phases.detect(history([0.005] * 40 + [-0.0125] * 60, grad_norm=lambda s: 1.0 if s < 85 else 2.5))[90:] == [3] * 10
+
+
+def test_with_one_update_the_rescored_displacement_is_what_is_watched():
+    """At the only update pi is pi_old: displacement/correct is 0 however much the update displaces."""
+    rows = history([0.0] * 100)
+    for step in range(0, 100, 5):
+        rows[step]["final/displacement/correct"] = -0.05  # 25 % of 0.2, 24 % beyond the allowance: S > 2 at the ninth
+    assert set(phases.detect(rows)) == {0}
+    found = phases.detect(rows, num_updates=1)
+    assert found[:5] == [0] * 5 and found[5:40] == [1] * 35 and found[40:] == [2] * 60
 
 
 def test_no_phase_where_nothing_is_learned():

@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import ROOT
 from test_train import Failing, draw_nothing, refused, rows, write_config
+from tqdm import tqdm
 
 import train
 from lld import checkpoint, config, survive
@@ -121,6 +122,28 @@ def test_the_watchdog_names_rank_phase_and_stacks_and_saves_what_stands(tmp_path
     assert json.loads((tmp_path / "heartbeat.json").read_text())["phase"] == "rollout"
 
 
+class Second:
+    """The second of two processes."""
+
+    process_index, num_processes = 1, 2
+
+
+def test_a_process_that_has_played_its_share_waits_for_the_others_and_names_them(tmp_path):
+    """Its bar is disabled, as on every rank but the first, and does not count."""
+    guard = survive.Guard()
+    guard.watch(tmp_path, Second, 0.0)
+    guard.phase("rollout", 3)
+    tick = guard.ticks(tqdm(total=5, disable=True))
+    tick(3)
+    assert guard.now == ("rollout", 3)
+    tick(2)
+    assert guard.now == (survive.WAITING, 3)
+    (tmp_path / "heartbeat-rank2.json").write_text("{}")  # an earlier launch had three processes
+    (tmp_path / "heartbeat.json").write_text(json.dumps({"rank": 0, "phase": "rollout", "step": 3, "time": "now"}))
+    assert guard._others() == "; rank 0 is in phase 'rollout' of step 3 since now"
+    guard.close()
+
+
 def test_the_heartbeat_says_how_fast_and_how_long(undisturbed, tmp_path, capsys):
     guard = survive.Guard()
     guard.run_dir = tmp_path
@@ -209,12 +232,18 @@ def test_a_gradient_that_is_not_finite_skips_its_update_and_the_run_goes_on(fold
     assert all(moment.isfinite().all() for moments in state["optimizer"]["state"].values() for moment in moments.values())
 
 
-def test_a_run_whose_every_gradient_is_not_finite_ends_before_it_wastes_days(folder, capsys, monkeypatch):
-    original = train.update_policy.__globals__["loss_of"]
-    monkeypatch.setitem(train.update_policy.__globals__, "loss_of", lambda *args, **kwargs: (original(*args, **kwargs)[0] * float("nan"), original(*args, **kwargs)[1]))
-    message = refused(capsys, small(folder, "hopeless", eval={"every": 0}), code=6)
+@pytest.mark.parametrize("what", ["loss", "logprobs"])
+def test_a_run_whose_every_gradient_is_not_finite_ends_before_it_wastes_days(folder, capsys, monkeypatch, what):
+    nan = float("nan")
+    if what == "loss":
+        original = train.update_policy.__globals__["loss_of"]
+        monkeypatch.setitem(train.update_policy.__globals__, "loss_of", lambda *args, **kwargs: (original(*args, **kwargs)[0] * nan, original(*args, **kwargs)[1]))
+    else:  # nothing is left that entropy or a likelihood could be the mean of
+        forward = train.Policy.forward
+        monkeypatch.setattr(train.Policy, "forward", lambda *args: tuple(values_BT * nan for values_BT in forward(*args)))
+    message = refused(capsys, small(folder, f"hopeless_{what}", eval={"every": 0}), code=6)
     assert "step 2: no update could be made in 3 steps: every gradient was not finite" in message and "step_000002" in message
-    assert checkpoint.latest(folder / "hopeless") == checkpoint.folder_of(folder / "hopeless", 2)
+    assert checkpoint.latest(folder / f"hopeless_{what}") == checkpoint.folder_of(folder / f"hopeless_{what}", 2)
 
 
 def test_weights_that_are_not_finite_are_never_saved(folder, capsys, monkeypatch):
