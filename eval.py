@@ -105,13 +105,24 @@ def claim_folder(out: Path, settings: dict) -> list[str]:
                 old, new = earlier[section].get(name), values.get(name)
                 if old != new and not (section == "benchmarks" and None in (old, new)):  # another benchmark may join
                     raise ValueError(f"{out} holds an evaluation with {section} {name} = {str(old)[:80]!r}, now it is {str(new)[:80]!r}: choose another --out, or delete the folder")
-        settings = settings | {"benchmarks": earlier["benchmarks"] | settings["benchmarks"]}
+        settings = settings | {"benchmarks": earlier["benchmarks"] | settings["benchmarks"], "index": earlier.get("index")}
     elif any(out.glob("*.jsonl")):
         raise ValueError(f"{out} holds .jsonl files but no settings.json, so what they are of is unknown: choose another --out")
     aside = path.with_suffix(".partial")
     aside.write_text(json.dumps(settings | {"code_sha256": code}, indent=1) + "\n")
     os.replace(aside, path)
     return code
+
+
+def claim_index(out: Path, fingerprint: str | None) -> None:
+    """Notes in OUT/settings.json which index answers, or raises ValueError where another one has; None is not known, and may be any."""
+    settings = json.loads((out / "settings.json").read_text())
+    if None not in (fingerprint, settings.get("index")) and fingerprint != settings["index"]:
+        raise ValueError(f"{out} holds answers found with index {settings['index']}, the retriever now has {fingerprint}: start it as it was, or choose another --out")
+    if fingerprint is not None:
+        aside = out / "settings.partial"
+        aside.write_text(json.dumps(settings | {"index": fingerprint}, indent=1) + "\n")
+        os.replace(aside, out / "settings.json")
 
 
 def read_records(path: Path) -> dict[str, dict]:
@@ -182,6 +193,8 @@ def play_missing(benchmarks: dict[str, list[Question]], out: Path, cfg: Config, 
     protocol.check_observation_budget(tokenizer, cfg.retriever.topk, cfg.rollout.max_observation_tokens)
     check_health(cfg.retriever)  # before the minutes that a large model takes to load
     search = make_search(cfg.retriever)
+    if accelerator.is_main_process:
+        claim_index(out, search.fingerprint)
     engine = open_engine(cfg, tokenizer, accelerator.device)
     with tqdm(total=total, initial=num_done, unit="question", smoothing=0.02, disable=not accelerator.is_main_process) as bar:
         for name, questions in benchmarks.items():
@@ -257,6 +270,7 @@ def evaluate(args: argparse.Namespace) -> None:
         "config": tree,
         "config_sha256": sha256(json.dumps(tree, sort_keys=True).encode()),
         "code_sha256": code,
+        "index": json.loads((out / "settings.json").read_text()).get("index"),
         "git_commit": git_commit(),
         "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "transformers": transformers.__version__},
         "device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else "cpu",

@@ -143,8 +143,8 @@ def train(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
             try:
                 evaluated = evaluate(parts, cfg, step + 1)
                 row, parts.best = row | evaluated, checkpoint.better(parts.best, evaluated, step + 1)
-            except Unplayed as error:
-                failure = str(error)
+            except Unplayed as error:  # to be made up; what the row has of the start's must not pass for it
+                failure, row = str(error), {name: value for name, value in row.items() if not name.startswith("eval/")}
         clock.lap("eval")
         guard.phase("logs")
         began = warn(parts, cfg, row)
@@ -235,11 +235,13 @@ def build(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
     sharding.check_launch()
     run_dir, on_gpu = Path(cfg.run.dir), torch.cuda.is_available()
     mixed_precision = cfg.model.mixed_precision if on_gpu else "no"
-    patience = [InitProcessGroupKwargs(timeout=timedelta(seconds=survive.PATIENCE * cfg.run.watchdog_s))] if cfg.run.watchdog_s else []
-    accelerator = Accelerator(mixed_precision=mixed_precision, log_with=list(cfg.run.trackers) or None, project_dir=run_dir, cpu=not on_gpu, kwargs_handlers=patience)
+    patience = timedelta(seconds=survive.PATIENCE * cfg.run.watchdog_s) if cfg.run.watchdog_s else timedelta(days=365)  # torch's own is minutes
+    accelerator = Accelerator(mixed_precision=mixed_precision, log_with=list(cfg.run.trackers) or None, project_dir=run_dir, cpu=not on_gpu, kwargs_handlers=[InitProcessGroupKwargs(timeout=patience)])
     sharded = sharding.is_asked(accelerator)
     if sharded and cfg.monitor.crash_box:
         raise ValueError(f"monitor.crash_box = {cfg.monitor.crash_box} with sharded weights: a box is kept whole by one process, which is what sharding is to avoid; set it to 0, or train without FSDP")
+    if cfg.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first matrix is multiplied on a GPU
     torch.use_deterministic_algorithms(cfg.run.deterministic, warn_only=True)
     set_seed(cfg.run.seed)  # episodes and data order have their own generators; this is for anything a model may draw
     checkpoint.check_run_dir(run_dir, cfg, resume)

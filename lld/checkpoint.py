@@ -103,14 +103,21 @@ def _write(folder: Path, aside: Path, num_steps: int, lm, weights: dict | None, 
 
 
 def prune(run_dir: str | Path, keep: int, best: int | None) -> None:
-    """Removes all checkpoints but the `keep` newest (0: none) and the one after `best` steps; half-written ones always."""
+    """Removes all checkpoints but the `keep` newest (0: none) and the one after `best` steps; half-written ones always.
+
+    What eval.py wrote into one stays.
+    """
     folder = Path(run_dir) / "checkpoints"
     for partial in folder.glob("step_??????.partial"):
         shutil.rmtree(partial)
     whole = [path for path in sorted(folder.glob("step_??????")) if best is None or path != folder_of(run_dir, best)]
     for old in whole[:-keep] if keep else []:
         (old / "manifest.json").unlink(missing_ok=True)  # first, so that a kill leaves nothing that could be taken for whole
-        shutil.rmtree(old)
+        for path in old.iterdir() if (old / "eval").is_dir() else ():
+            if path.name != "eval":
+                path.unlink() if path.is_file() else shutil.rmtree(path)
+        if not (old / "eval").is_dir():
+            shutil.rmtree(old)
 
 
 def better(best: tuple[float, int] | None, row: dict, num_steps: int) -> tuple[float, int] | None:

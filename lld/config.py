@@ -33,7 +33,7 @@ class Run:
     keep_checkpoints: int = 3  # newest ones kept, and the best on held-out questions; 0 keeps all
     watchdog_s: float = 1800.0  # seconds without a sign of life (a phase begun, an episode finished) after which a process ends itself; 0 never
     trackers: tuple[str, ...] = ()  # "tensorboard", "wandb", … through accelerate
-    deterministic: bool = False  # refuse non-deterministic kernels (slower on a GPU)
+    deterministic: bool = False  # ask for deterministic kernels (slower on a GPU), and warn where there is none
 
 
 @dataclass(frozen=True)

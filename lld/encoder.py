@@ -90,7 +90,8 @@ class Encoder:
             rows = order[start:end]
             with self.lock:
                 padded = self.tokenizer.pad({name: [ids[row] for row in rows] for name, ids in tokens.items()}, return_tensors="pt").to(self.device)
-            hidden_QTD = self.model(**padded).last_hidden_state.float()
+            with torch.autocast(self.device.type, enabled=False):  # a rollout that searches in its own thread may be under it
+                hidden_QTD = self.model(**padded).last_hidden_state.float()
             if self.style["pooling"] == "cls":
                 pooled_QD = hidden_QTD[:, 0]
             else:

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+from datetime import timedelta
 from pathlib import Path
 
 import bm25s
@@ -30,6 +31,7 @@ from lld.encoder import Encoder, encoder_style
 BUILD = "python -m lld.retrieval build --corpus CORPUS --out FOLDER --encoder NAME --index flat|hnsw|ivf-pq|ivf-sq|none|bm25"
 SHARD_ROWS = 1 << 14  # what a kill can cost: 20 s of encoding on a GPU, minutes on a CPU
 TRAIN_ROWS = 1 << 18  # vectors that k-means and quantisers are trained on, at most
+WAIT = timedelta(days=7)  # that processes wait for each other, who encode while one trains and adds for hours; torch's own limit is minutes
 SAME_VECTOR = 0.95  # cosine of one passage encoded twice; E5 gives two unrelated passages 0.7 to 0.8
 WORD = re.compile(r"\w+")
 
@@ -165,7 +167,7 @@ def build_index(corpus_path: str, out: str, encoder_name: str, index: str = "fla
     needs no encoder. A finished folder of the same corpus and encoder gets this FAISS index instead of the one it has.
     vectors: a flat FAISS file to copy the vectors from. Raises ValueError where `out` holds something else, or the very same.
     """
-    state, final, folder = PartialState(cpu=not torch.cuda.is_available()), Path(out), Path(f"{out}.partial")
+    state, final, folder = PartialState(cpu=not torch.cuda.is_available(), timeout=WAIT), Path(out), Path(f"{out}.partial")
     with state.main_process_first():  # the others find the Arrow file there
         corpus = Corpus(corpus_path)
     plan, factory = {"corpus_sha256": corpus.sha256, "num_passages": len(corpus)}, index

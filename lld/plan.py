@@ -280,7 +280,7 @@ def remedies(cfg: config.Config, shape: Shape, setup: Setup) -> list[str]:
         changes["model.gradient_checkpointing=true"] = (replace(cfg, model=replace(cfg.model, gradient_checkpointing=True)), setup)
     if not setup.sharded:
         for name in ("adamw_8bit", "adamw_offload"):
-            if cfg.optim.name != name and setup.on_gpu:
+            if cfg.optim.name != name and setup.on_gpu and (name != "adamw_offload" or setup.processes == 1):
                 changes[f"optim.name={name}"] = (replace(cfg, optim=replace(cfg.optim, name=name)), setup)
         for number in sorted({setup.processes, 2, 4, 8} - {1}) if setup.on_gpu else ():
             if number >= setup.processes:
@@ -344,6 +344,8 @@ def refuse_combination(cfg: config.Config, setup: Setup) -> None:
     """Raises ValueError for an optimizer that works on whole tensors where they are cut."""
     if setup.sharded and cfg.optim.name != "adamw":
         raise ValueError(f"optim.name = {cfg.optim.name!r} works on whole weights, and here they are sharded: use adamw (on one GPU: launch without FSDP)")
+    if setup.processes > 1 and cfg.optim.name == "adamw_offload":
+        raise ValueError(f"optim.name = 'adamw_offload' with {setup.processes} processes: DDP's buckets cannot hold float32 gradients of bf16 weights; shard instead (configs/accelerate/gpu-8.yaml), or use one GPU")
 
 
 def main(cfg: config.Config) -> int:

@@ -96,8 +96,11 @@ def defuse(text: str) -> str:
 
 
 def _without_controls(text: str, tokenizer) -> str:
-    """`text` with the tokenizer's special tokens spelled so that they encode as text: `<|im_end|>` becomes `(|im_end|)`."""
-    for token in tokenizer.all_special_tokens:
+    """`text` with the tokenizer's special tokens spelled so that they encode as text: `<|im_end|>` becomes `(|im_end|)`.
+
+    Those without a role (Llama 3's `<|eot_id|>`) are not among `all_special_tokens`.
+    """
+    for token in {*tokenizer.all_special_tokens, *(str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)}:
         if token in text:
             text = text.replace(token, re.sub(r"[<>\[\]]", lambda bracket: "()"[bracket[0] in ">]"], token))
     return text

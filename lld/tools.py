@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import httpx
 
@@ -177,18 +178,29 @@ def check_health(options: Retriever) -> None:
         raise ValueError(f"the servers of retriever.url and retriever.replicas hold different indexes ({', '.join(sorted(known))}): start them with the same --index, --corpus and options")
 
 
-def make_search(options: Retriever) -> Callable[[list[str]], list[list[Passage]]]:
+@dataclass(frozen=True)
+class Search:
+    """A search tool, and what its index says of itself (None: nothing is known), which changes when its results may."""
+
+    find: Callable[[list[str]], list[list[Passage]]]
+    fingerprint: str | None
+
+    def __call__(self, queries: list[str]) -> list[list[Passage]]:
+        return self.find(queries)
+
+
+def make_search(options: Retriever) -> Search:
     """The search tool: from a recording, over HTTP if `options.url` is set, else with an index opened in this process."""
     if options.replay is not None:
-        return Recording(options.replay, options.topk).replay
+        return Search(Recording(options.replay, options.topk).replay, None)
     if options.url is not None:
         client = Client(urls_of(options), timeout_s=options.timeout_s, retries=options.retries, deadline_s=options.deadline_s)
-        search, fingerprint = lambda queries: client.search(queries, options.topk), client.fingerprints
+        search = Search(lambda queries: client.search(queries, options.topk), next(filter(None, client.fingerprints()), None))
     else:
         from lld.retrieval import open_retriever  # here, because a run that searches over HTTP needs neither FAISS nor bm25s
 
         retriever = open_retriever(options)
-        search, fingerprint = lambda queries: retriever.search(queries, options.topk), lambda: [retriever.fingerprint]
+        search = Search(lambda queries: retriever.search(queries, options.topk), retriever.fingerprint)
     if options.record is None:
         return search
-    return Recording(options.record, options.topk, search, fingerprint()[0]).record
+    return Search(Recording(options.record, options.topk, search, search.fingerprint).record, search.fingerprint)

@@ -17,7 +17,7 @@ from lld import config, evaluate, policy, protocol
 from lld.data import Question
 from lld.engine import Engine
 from lld.evaluate import bootstrap_interval, bootstrap_means, gold_in_results, paper_averages, summarize
-from lld.tools import RetrieverError
+from lld.tools import RetrieverError, Search
 
 FOLLOWS = {
     "alpha?": "<search>", "<search>": "ada", "ada": "</search>", "</information>": "<answer>", "<answer>": "arden", "arden": "</answer>",
@@ -344,13 +344,16 @@ def test_search_failure_keeps_what_was_done(world, whole, tmp_path, monkeypatch,
                 raise RetrieverError("no reply from the retriever")
             return search(asked)
 
-        return search_or_fail
+        return Search(search_or_fail, search.fingerprint)
 
     monkeypatch.setattr(command, "make_search", failing)
     assert run_eval(world, tmp_path) == 3
     error = capsys.readouterr().err
     assert "eval.py: the search failed: no reply from the retriever" in error and "Traceback" not in error
     assert len((tmp_path / "nq.jsonl").read_text().splitlines()) == 4 and not (tmp_path / "results.json").exists()
+    monkeypatch.setattr(command, "make_search", lambda options: Search(make_search(options), "another"))
+    assert run_eval(world, tmp_path) == 2
+    assert "the retriever now has another: start it as it was" in capsys.readouterr().err
     monkeypatch.setattr(command, "make_search", make_search)
     assert run_eval(world, tmp_path) == 0
     assert read(tmp_path)[1] == read(whole)[1]

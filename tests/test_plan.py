@@ -99,6 +99,15 @@ def test_optimizers_and_options_have_their_price():
     assert size("model.gradient_checkpointing=false")["activations"] > 5 * size()["activations"]
 
 
+def test_offloading_is_neither_offered_nor_taken_under_ddp(capsys):
+    asked = ["plan.gpus=8", "plan.shard=none", "plan.gpu_memory_gb=48"]
+    assert plan.main(load("3b", *asked)) == 2
+    printed = capsys.readouterr().out
+    assert "optim.name=adamw_8bit:" in printed and "adamw_offload" not in printed
+    with pytest.raises(ValueError, match="adamw_offload' with 8 processes"):
+        plan.main(load("3b", *asked, "optim.name=adamw_offload"))
+
+
 def test_what_does_not_fit_is_refused_with_what_would(capsys):
     asked = ["plan.gpus=1", "plan.gpu_memory_gb=80", "rollout.num_slots=256", "optim.micro_batch_tokens=65536"]
     assert plan.main(load("7b", *asked)) == 2

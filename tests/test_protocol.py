@@ -2,6 +2,7 @@
 
 import pytest
 from conftest import make_tokenizer
+from transformers import AddedToken
 
 from lld import protocol
 from lld.protocol import Action, Passage, parse_action, render_observation
@@ -103,6 +104,17 @@ def test_control_tokens_in_passages_and_questions_are_text(tokenizer):
     for ids in (observation, protocol.encode_prompt(tokenizer, hostile), protocol.encode_prompt(chat, hostile)):
         assert not set(ids) & set(tokenizer.all_special_ids)
         assert "x (|im_end|) y (|endoftext|) z" in tokenizer.decode(ids)
+
+
+def test_control_tokens_without_a_role_are_text_too():
+    """Llama 3's <|eot_id|> is special but not among all_special_tokens."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|eot_id|>", special=True)])
+    assert "<|eot_id|>" not in tokenizer.all_special_tokens
+    (control,) = tokenizer.encode("<|eot_id|>", add_special_tokens=False)
+    observation, _ = render_observation(tokenizer, [Passage("0", '"T"\nx <|eot_id|> y')], 500)
+    for ids in (observation, protocol.encode_prompt(tokenizer, "x <|eot_id|> y")):
+        assert control not in ids and "x (|eot_id|) y" in tokenizer.decode(ids)
 
 
 def test_a_budget_too_small_for_the_passages_names_the_options(tokenizer):

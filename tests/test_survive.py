@@ -338,8 +338,31 @@ def test_the_best_checkpoint_is_kept_when_older_ones_go(folder, monkeypatch):
     assert sorted(p.name for p in (folder / "best" / "checkpoints").iterdir()) == ["best.json", "step_000002", "step_000004"]
     best = json.loads((folder / "best" / "checkpoints" / "best.json").read_text())
     assert (best["checkpoint"], best["em"]) == ("step_000002", 0.4) and "highest mean of eval/*/em" in best["rule"]
+    evaluated = folder / "best" / "checkpoints" / "step_000004"
+    (evaluated / "eval").mkdir()
+    (evaluated / "eval" / "results.json").write_text("{}")
     assert train.main(["--config", str(path), "--resume", "run.steps=5"]) == 0  # the resumed run knows what was best
-    assert sorted(p.name for p in (folder / "best" / "checkpoints").iterdir()) == ["best.json", "step_000002", "step_000005"]
+    assert sorted(p.name for p in (folder / "best" / "checkpoints").iterdir()) == ["best.json", "step_000002", "step_000004", "step_000005"]
+    assert [p.name for p in evaluated.rglob("*")] == ["eval", "results.json"]  # what eval.py wrote there stays
+
+
+def test_the_start_is_not_taken_for_an_evaluation_that_failed(folder, monkeypatch):
+    """With an evaluation after every step the first row holds the one after step 1; it fails, and is made up on resuming."""
+    scores = iter([0.9, None, 0.2, 0.4])
+
+    def evaluate(parts, cfg, num_steps):
+        score = next(scores)
+        if score is None:
+            raise survive.Unplayed("the search failed")
+        return {"eval/tiny/em": score}
+
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    path = small(folder, "start", run={"save_every": 1, "steps": 2}, eval={"every": 1, "at_start": True})
+    assert train.main(["--config", str(path)]) == 3
+    assert "eval/tiny/em" not in rows(folder / "start")[0]
+    assert train.main(["--config", str(path), "--resume"]) == 0
+    assert [row["eval/tiny/em"] for row in rows(folder / "start")] == [0.2, 0.4]
+    assert json.loads((folder / "start" / "checkpoints" / "best.json").read_text())["checkpoint"] == "step_000002"
 
 
 def test_an_evaluation_that_is_the_best_so_far_saves_its_checkpoint(folder, monkeypatch):

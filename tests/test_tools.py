@@ -212,6 +212,7 @@ def test_make_search_passes_its_options(pauses):
 def test_make_search_without_url_searches_here(tmp_path):
     (tmp_path / "c.jsonl").write_text("".join(json.dumps({"id": str(i), "contents": text}) + "\n" for i, text in enumerate(["red", "blue", "red red"])))
     search = make_search(Retriever(url=None, corpus=str(tmp_path / "c.jsonl"), backend="bm25", topk=2))
+    assert len(search.fingerprint) == 16
     assert [[p.id for p in passages] for passages in search(["red", "blue"])] == [["2", "0"], ["1", "0"]]
     assert search([]) == []
 
