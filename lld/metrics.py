@@ -90,7 +90,7 @@ GLOSSARY = {
     "time/rescore_s": "seconds of re-scoring after the last update, and of the sentinel",
     "time/eval_s": "seconds of evaluation",
     "time/step_s": "seconds of the whole step",
-    "speed/sampled_tokens_per_s": "model-written tokens per second of rollout, this process",
+    "speed/sampled_tokens_per_s": "model-written tokens per second of rollout, per process",
     "speed/trained_tokens_per_s": "tokens (prompt and observations included) per second of update, all processes",
 }
 

@@ -1,6 +1,6 @@
 """The Hugging Face model: load it, and the log-probability and entropy of every token of a batch.
 
-The only causal shift of the project is in `Policy.states`.
+The only causal shift of training is in `Policy.states`.
 """
 
 import os
