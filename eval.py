@@ -27,6 +27,7 @@ from lld.config import Config
 from lld.data import Question
 from lld.engine import Engine
 from lld.evaluate import bootstrap_means, evaluate_questions, load_benchmark, paper_averages, percentile_interval, summarize
+from lld.metrics import replace_file
 from lld.rollout import check_prompts
 from lld.tools import RetrieverError, check_health, make_search
 
@@ -108,9 +109,7 @@ def claim_folder(out: Path, settings: dict) -> list[str]:
         settings = settings | {"benchmarks": earlier["benchmarks"] | settings["benchmarks"], "index": earlier.get("index")}
     elif any(out.glob("*.jsonl")):
         raise ValueError(f"{out} holds .jsonl files but no settings.json, so what they are of is unknown: choose another --out")
-    aside = path.with_suffix(".partial")
-    aside.write_text(json.dumps(settings | {"code_sha256": code}, indent=1) + "\n")
-    os.replace(aside, path)
+    replace_file(path, json.dumps(settings | {"code_sha256": code}, indent=1) + "\n")
     return code
 
 
@@ -120,9 +119,7 @@ def claim_index(out: Path, fingerprint: str | None) -> None:
     if None not in (fingerprint, settings.get("index")) and fingerprint != settings["index"]:
         raise ValueError(f"{out} holds answers found with index {settings['index']}, the retriever now has {fingerprint}: start it as it was, or choose another --out")
     if fingerprint is not None:
-        aside = out / "settings.partial"
-        aside.write_text(json.dumps(settings | {"index": fingerprint}, indent=1) + "\n")
-        os.replace(aside, out / "settings.json")
+        replace_file(out / "settings.json", json.dumps(settings | {"index": fingerprint}, indent=1) + "\n")
 
 
 def read_records(path: Path) -> dict[str, dict]:
@@ -276,9 +273,7 @@ def evaluate(args: argparse.Namespace) -> None:
         "device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else "cpu",
         "num_processes": accelerator.num_processes,
     }
-    aside = path.with_suffix(".partial")
-    aside.write_text(json.dumps(scores | provenance, indent=1) + "\n")
-    os.replace(aside, path)
+    replace_file(path, json.dumps(scores | provenance, indent=1) + "\n")
     print(format_table(scores))
     print(f"\nwritten to {path}")
 

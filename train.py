@@ -209,7 +209,7 @@ def keep_for_later(parts: Parts, cfg: config.Config, step: int, episodes: list[E
     """What must be remembered before the update: the weights LLDS may compare with, and the crash box's."""
     keep_snapshot(parts, cfg.loss.lld_lag_steps)
     if parts.recent is not None and parts.accelerator.is_main_process:
-        parts.recent.before(step, parts.lm, lambda: trainer_state(parts))
+        parts.recent.before(step, parts.bare, lambda: trainer_state(parts))
         parts.recent.keep(step, episodes)
 
 

@@ -13,7 +13,7 @@ from typing import Callable
 
 import torch
 
-from lld import checkpoint, config, runs, trajectories
+from lld import checkpoint, config, runs, sharding, trajectories
 from lld.episode import Episode
 
 
@@ -28,12 +28,10 @@ class Recent:
         self.states: list[tuple[int, dict, dict]] = []  # (step, weights, trainer state), oldest first
         self.episodes: dict[int, list[Episode]] = {}
 
-    def before(self, step: int, lm, trainer_state: Callable[[], dict]) -> None:
+    def before(self, step: int, policy, trainer_state: Callable[[], dict]) -> None:
         """Call before the step's update."""
         if not self.states or step - self.states[-1][0] >= self.num_steps:
-            own = {name for name, _ in (*lm.named_parameters(), *lm.named_buffers())}  # a tied weight under one name
-            weights = {name: tensor for name, tensor in lm.state_dict().items() if name in own}
-            self.states = [*self.states[-1:], (step, on_cpu(weights), on_cpu(trainer_state()))]
+            self.states = [*self.states[-1:], (step, sharding.snapshot(policy), on_cpu(trainer_state()))]
             self.episodes = {s: some for s, some in self.episodes.items() if s >= self.states[0][0]}
 
     def keep(self, step: int, episodes: list[Episode]) -> None:

@@ -51,8 +51,9 @@ class Run:
         """Whether all steps are in the log (a last line still being written is none) and, where there is one, the last one's evaluation."""
         path = self.folder / "metrics.jsonl"
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-        evaluated = not (self.cfg.eval.every and self.cfg.eval.during_training)
-        return len(lines) >= self.steps and (evaluated or any(name.startswith("eval/") for name in json.loads(lines[self.steps - 1])) or len(lines) > self.steps)
+        if len(lines) != self.steps or not (self.cfg.eval.every and self.cfg.eval.during_training):
+            return len(lines) >= self.steps
+        return any(name.startswith("eval/") for name in json.loads(lines[-1]))
 
 
 @dataclass(frozen=True)
