@@ -10,6 +10,7 @@ from torch.nn.functional import silu
 
 from lld import attention
 from lld.attention import Spans
+from lld.policy import float32_logits
 
 KINDS = ("llama", "qwen2", "qwen3")
 LENGTH_BUCKET = 256  # the cache grows in steps of this many tokens
@@ -129,6 +130,16 @@ def linear(x_NC: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
     for start in range(0, len(weight), width):
         torch.mm(x_NC, weight[start : start + width].T, out=out_NV[:, start : start + width])
     return out_NV if module.bias is None else out_NV.add_(module.bias)
+
+
+def head_logits(hidden_NC: torch.Tensor, head: torch.nn.Module) -> torch.Tensor:
+    """The LM head's logits (N, V) of all states at once, for the engine, with the rounding that `token_scores` has."""
+    device = hidden_NC.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NC.dtype
+    if dtype not in (torch.bfloat16, torch.float16):
+        return linear(hidden_NC, head)
+    logits_NV = float32_logits(hidden_NC.to(dtype), head.weight.to(dtype))
+    return logits_NV if head.bias is None else logits_NV.add_(head.bias.to(dtype))
 
 
 def _rotate(x_NHD: torch.Tensor, cos_N1D: torch.Tensor, sin_N1D: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lld.attention import Spans
-from lld.decoder import Decoder, SlotCache, linear
+from lld.decoder import Decoder, SlotCache, head_logits
 from lld.graphs import DecodeGraphs, bucket
 from lld.sampling import sample_tokens
 
@@ -244,7 +244,7 @@ class Engine:
         spans = Spans([sequence.length for sequence in sequences], counts, self.device, self.cache.state.dtype)
         self.cache.reserve(spans.length)
         hidden_RC = self.decoder(torch.tensor([token for s in sequences for token in s.unread], device=self.device), spans, self.cache)
-        return linear(hidden_RC, self.lm.get_output_embeddings())
+        return head_logits(hidden_RC, self.lm.get_output_embeddings())
 
     def _sample(self, sequences: list[Sequence], logits_SV: torch.Tensor) -> list[Stopped]:
         uniforms_S = torch.tensor([s.uniforms[len(s.token_ids)] for s in sequences], dtype=torch.float64, device=self.device)

@@ -10,7 +10,7 @@ from typing import Callable
 import torch
 
 from lld.attention import Spans
-from lld.decoder import LENGTH_BUCKET
+from lld.decoder import LENGTH_BUCKET, head_logits
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96)  # and multiples of 64 from 128 on
 REPEATS = 16  # steps of a shape before it is captured: a capture costs about as much as a few steps
@@ -65,4 +65,4 @@ class DecodeGraphs:
     def _forward(self, inputs_2A: torch.Tensor, length: int) -> torch.Tensor:
         spans = Spans.one_each(inputs_2A[1], length, self.state.dtype)
         spans.length = self.state.shape[3]  # rows that fill up may stand further back; and the table of angles is replaced only when the cache has grown
-        return self.lm.get_output_embeddings()(self.decoder(inputs_2A[0], spans, self.cache))
+        return head_logits(self.decoder(inputs_2A[0], spans, self.cache), self.lm.get_output_embeddings())

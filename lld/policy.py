@@ -204,9 +204,22 @@ def sliced_logits(hidden_NC: torch.Tensor, weight_VC: torch.Tensor, temperature:
     width = max(1024, SLICE_LOGITS.get(hidden_NC.device.type, 2**27) // max(1, len(hidden_NC)))
     for start in range(0, len(weight_VC), width):
         weight_vC = weight_VC[start : start + width].to(hidden_NC.dtype)
-        logits_Nv = hidden_NC @ weight_vC.T
-        logits_Nv = logits_Nv.to(torch.promote_types(logits_Nv.dtype, torch.float32))
+        logits_Nv = float32_logits(hidden_NC, weight_vC)
         yield start, weight_vC, logits_Nv if temperature == 1 else logits_Nv.div_(temperature)
+
+
+def float32_logits(hidden_NC: torch.Tensor, weight_VC: torch.Tensor) -> torch.Tensor:
+    """hidden @ weight.T (N, V) in float32 at least, for states and weights of one type.
+
+    Products of half precision are summed in float32 anyway. Rounded to bf16 afterwards, a logit near 20 would be off by up
+    to .06 and log-probabilities by .02 on average, which is more than an update with a learning rate of 1e-6 moves them.
+    """
+    if hidden_NC.dtype not in (torch.bfloat16, torch.float16):
+        return hidden_NC @ weight_VC.T
+    if hidden_NC.is_cuda:
+        return torch.mm(hidden_NC, weight_VC.T, out_dtype=torch.float32)
+    with torch.autocast(hidden_NC.device.type, enabled=False):  # a CPU has no such product
+        return hidden_NC.float() @ weight_VC.float().T
 
 
 def locate(targets_N: torch.Tensor, start: int, logits_Nv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

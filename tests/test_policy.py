@@ -7,6 +7,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lld import policy
+from lld.decoder import head_logits
 from lld.policy import token_scores
 
 
@@ -108,7 +109,59 @@ def test_tied_weights_have_one_gradient_in_memory():
 def test_logits_computed_in_bfloat16_are_summed_in_float32():
     with torch.autocast("cpu", torch.bfloat16):
         ours = scores_and_gradients(token_scores, torch.float32, 1.0, False, False)
-        naive = scores_and_gradients(lambda h, head, *rest: naive_scores(h, lambda x: head(x).float(), *rest), torch.float32, 1.0, False, False)
+        with torch.autocast("cpu", enabled=False):
+            wide = lambda head: lambda x: x.bfloat16().float() @ head.weight.bfloat16().float().T
+            naive = scores_and_gradients(lambda h, head, *rest: naive_scores(h, wide(head), *rest), torch.float32, 1.0, False, False)
     assert ours[0].dtype == ours[1].dtype == torch.float32
     assert all(float((one - other).detach().norm() / other.detach().norm()) < 1e-2 for one, other in zip(ours, naive, strict=True))
     assert float((ours[0] - naive[0]).detach().abs().max()) < 1e-5
+
+
+def large_logits(num_tokens=64, num_ids=5000, width=64):
+    """bf16 states and weights whose likeliest logits lie near 20, as a real vocabulary's do; exact log-probabilities of some tokens."""
+    generator = torch.Generator().manual_seed(0)
+    hidden_NC, weight_VC = (torch.randn(n, width, generator=generator).bfloat16() for n in (num_tokens, num_ids))
+    hidden_NC *= 0.7
+    logp_NV = (hidden_NC.double() @ weight_VC.double().T).log_softmax(-1)
+    targets_N = logp_NV.argmax(-1)
+    return hidden_NC, weight_VC, targets_N, logp_NV
+
+
+def test_logits_of_half_precision_are_never_rounded_to_it():
+    """Rounded to bf16 a logit near 20 is off by up to .06; both the trainer's slices and the engine's logits are those of float64 to 1e-4."""
+    hidden_NC, weight_VC, targets_N, logp_NV = large_logits()
+    exact_N = logp_NV.gather(1, targets_N[:, None])[:, 0]
+    head = torch.nn.Linear(*weight_VC.T.shape, bias=False, dtype=torch.bfloat16)
+    head.weight.data = weight_VC
+    rounded_NV = head(hidden_NC).detach().double()
+    assert float(rounded_NV.amax()) > 20 and float((rounded_NV.log_softmax(-1).gather(1, targets_N[:, None])[:, 0] - exact_N).abs().max()) > 0.02
+    for autocast in (False, True):  # weights in bf16 as sharded or offloaded ones are, or float32 ones under autocast
+        head.weight.data = weight_VC.float() if autocast else weight_VC
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.no_grad():
+            trainer_N, _ = token_scores(hidden_NC, head, targets_N, 1.0, False)
+            sampler_NV = head_logits(hidden_NC.to(head.weight.dtype), head)
+        assert sampler_NV.dtype == trainer_N.dtype == torch.float32
+        assert float((trainer_N - exact_N).abs().max()) < 1e-4
+        assert float((sampler_NV.double().log_softmax(-1) - logp_NV).abs().max()) < 1e-4
+
+
+def test_the_backward_pass_sees_the_logits_of_the_forward_pass():
+    """Probabilities made of rounded logits add up to 1.02 or .98 and not to 1: then the gradient of a shift of all logits is not 0."""
+    hidden_NC, weight_VC, targets_N, logp_NV = large_logits()
+    head = torch.nn.Linear(*weight_VC.T.shape, bias=False, dtype=torch.bfloat16)
+    head.weight.data = weight_VC
+    logprob_N, _ = token_scores(hidden_NC.requires_grad_(), head, targets_N, 1.0, False)
+    logprob_N.sum().backward()
+    error_NV = torch.nn.functional.one_hot(targets_N, len(weight_VC)) - logp_NV.exp()
+    exact_NC = error_NV @ weight_VC.double()
+    assert float((hidden_NC.grad - exact_NC).norm() / exact_NC.norm()) < 0.01
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_engines_logits_are_the_models_own_where_nothing_is_half(bias):
+    head = torch.nn.Linear(8, 30, bias=bias)
+    hidden_NC = torch.randn(5, 8)
+    with torch.no_grad():
+        assert torch.equal(head_logits(hidden_NC, head), head(hidden_NC))
+        half = head.to(torch.bfloat16)
+        assert torch.allclose(head_logits(hidden_NC.bfloat16(), half), half.double()(hidden_NC.bfloat16().double()).float(), atol=1e-5)
