@@ -158,9 +158,9 @@ def append_records(path: Path, records: list[dict]) -> None:
 
 
 def open_engine(cfg: Config, tokenizer, device: torch.device) -> Engine:
-    """The engine with the checkpoint's model; its weights are bfloat16 on a GPU where training computes in bfloat16."""
+    """The engine with the checkpoint's model, the same as in training: bfloat16 on a GPU where training computes in it."""
     half = device.type == "cuda" and cfg.model.mixed_precision == "bf16"
-    lm = policy.load_lm(cfg.model).to(device, torch.bfloat16 if half else torch.float32).eval()
+    lm = policy.engine_model(policy.load_lm(cfg.model), device, half=half, share=True)
     policy.check_fit(lm, tokenizer, cfg.rollout.max_episode_tokens)
     return Engine(
         lm,

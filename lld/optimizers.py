@@ -76,7 +76,7 @@ def weight_dtype(options: Optim, mixed_precision: str) -> torch.dtype:
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The model with its parameters in `dtype`; buffers stay as they are: rotary frequencies do not bear bf16."""
+    """The model with its parameters in `dtype`; buffers stay as they are: bf16 is too coarse for rotary frequencies."""
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)
     return model

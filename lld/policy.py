@@ -3,6 +3,7 @@
 The only causal shift of training is in `Policy.states`.
 """
 
+import copy
 import os
 
 import torch
@@ -68,6 +69,17 @@ def check_fit(lm, tokenizer, max_episode_tokens: int) -> None:
     context = getattr(lm.config, "max_position_embeddings", None)
     if context is not None and max_episode_tokens > context:
         raise ValueError(f"rollout.max_episode_tokens = {max_episode_tokens} exceeds the model's context of {context}")
+
+
+def engine_model(lm: nn.Module, device: torch.device, *, half: bool, share: bool = False) -> nn.Module:
+    """A frozen copy of `lm` as the engine reads it, in training as in evaluation: on `device`, in bfloat16 where `half`.
+
+    Buffers keep their type: bf16 is too coarse for rotary frequencies (with Qwen2.5's, 1.15 rad off at position 1,000).
+    With `share`, weights that need neither another place nor another type are those of `lm`, not copies.
+    """
+    dtype = torch.bfloat16 if half else torch.float32
+    weights = {id(weight): nn.Parameter(weight.detach().to(device, dtype, copy=not share), requires_grad=False) for weight in lm.parameters()}
+    return copy.deepcopy(lm, weights).to(device).eval()  # deepcopy takes these for copies made already, tied ones once
 
 
 class Policy(nn.Module):

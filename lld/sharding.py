@@ -6,7 +6,6 @@ Who shards is told by accelerate's configuration (configs/accelerate/). fully_sh
 log-probabilities in bf16. Parameters are sharded along their first dimension, rank by rank, as `torch.chunk` cuts.
 """
 
-import copy
 import os
 from contextlib import contextmanager
 
@@ -15,7 +14,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lld.policy import Policy
+from lld.policy import Policy, engine_model
 
 
 def asked(name: str) -> bool:
@@ -108,13 +107,8 @@ def restore(policy, weights: dict[str, torch.Tensor]) -> None:
 
 
 def rollout_copy(lm, accelerator: Accelerator):
-    """A frozen copy of the whole model for the engine, in bf16 where that is what is computed in; make it before sharding.
-
-    Buffers keep their type: rotary frequencies do not bear bf16.
-    """
-    dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
-    weights = {id(weight): torch.nn.Parameter(weight.detach().to(accelerator.device, dtype, copy=True), requires_grad=False) for weight in lm.parameters()}
-    return copy.deepcopy(lm, weights).to(accelerator.device).eval()  # deepcopy takes these for copies made already, tied ones once
+    """The whole model for the engine, in bf16 where that is what is computed in; make it before sharding."""
+    return engine_model(lm, accelerator.device, half=accelerator.mixed_precision == "bf16")
 
 
 @torch.no_grad()

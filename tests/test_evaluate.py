@@ -13,7 +13,7 @@ import torch
 import yaml
 
 import eval as command
-from lld import config, evaluate, policy, protocol
+from lld import config, evaluate, policy, protocol, sharding
 from lld.data import Question
 from lld.engine import Engine
 from lld.evaluate import bootstrap_interval, bootstrap_means, gold_in_results, paper_averages, summarize
@@ -379,3 +379,23 @@ def test_a_file_of_several_sources_gives_the_rows_of_its_name(tmp_path):
     assert [question.id for question in evaluate.load_benchmark(cfg, "nq")] == ["nq/t0", "nq/t2"]
     with pytest.raises(ValueError, match="nq, popqa but no rows of source 'musique'"):
         evaluate.load_benchmark(cfg, "musique")
+
+
+def test_a_gpu_evaluates_the_model_that_training_plays_with(world, monkeypatch):
+    """Rotary frequencies rounded to bf16 are off by a radian at position 1,000: weights are cast, buffers never are."""
+    cfg = config.load(str(world / "tiny.yaml"), [f"model.path={world / 'ckpt'}", "model.mixed_precision=bf16"])
+    tokenizer, lm = policy.load_tokenizer(cfg.model), policy.load_lm(cfg.model)
+    asked, opened = [], []
+    make = policy.engine_model
+    monkeypatch.setattr(policy, "engine_model", lambda lm, device, **how: asked.append(device.type) or make(lm, torch.device("cpu"), **how))
+    monkeypatch.setattr(command, "Engine", lambda lm, *_, **__: opened.append(lm))
+    command.open_engine(cfg, tokenizer, torch.device("cuda"))
+    command.open_engine(cfg, tokenizer, torch.device("cpu"))
+    assert asked == ["cuda", "cpu"]
+    twin = sharding.rollout_copy(lm, SimpleNamespace(mixed_precision="bf16", device=torch.device("cpu")))
+    for model in (opened[0], twin):
+        assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+        assert {buffer.dtype for buffer in model.buffers()} == {torch.float32} == {buffer.dtype for buffer in lm.buffers()}
+    tensors = lambda model: [*model.parameters(), *model.buffers()]
+    assert all(torch.equal(one, other) for one, other in zip(tensors(opened[0]), tensors(twin), strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(tensors(opened[1]), tensors(lm), strict=True))
