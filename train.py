@@ -217,17 +217,15 @@ def warn(parts: Parts, cfg: config.Config, row: dict) -> int:
     """Writes the run's phase into the row; returns it where it is a later one than at the step before, else 0. Loudly."""
     before = parts.phase
     row["phase"] = parts.phase = parts.detector.update(row)
-    if row["phase"] <= before or row["phase"] < 2:
-        return 0
-    text = (
-        f"step {row['step']}: phase {row['phase']} ({phases.NAMES[row['phase']]}) begins: correct responses lose likelihood, {row.get('displacement/correct', 0.0):+.4f} nats a token at this step; "
-        f"entropy {row.get('entropy', math.nan):.3f}, ratio tail {row.get('ratio/q999', math.nan):.2f}, gradient norm {row['grad_norm']:.2f}"
-    )
-    if parts.accelerator.is_main_process:
+    begins = row["phase"] > max(1, before)
+    text = parts.detector.warning(row, row["phase"] if begins else 0)
+    if text and parts.accelerator.is_main_process:
+        if row["phase"] == phases.COLLAPSE and parts.best:
+            text += f" The best checkpoint so far is {checkpoint.folder_of(cfg.run.dir, parts.best[1])}."
         tqdm.write(f"*** WARNING *** {text}", file=sys.stderr)
         with open(Path(cfg.run.dir) / "warnings.log", "a") as file:
             file.write(text + "\n")
-    return row["phase"]
+    return row["phase"] if begins else 0
 
 
 def build(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | None = None) -> tuple[Parts, int]:

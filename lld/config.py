@@ -159,8 +159,8 @@ class Monitor:
     sentinel_size: int = 64
     trajectories_every: int = 10  # steps between logs of whole groups, token by token; 0 never
     trajectories_questions: int = 4  # groups in such a log
-    stop_in_phase: Literal[0, 2, 3] = 0  # stop with a checkpoint when decay (2) or acceleration (3) begins; 0 never
-    crash_box: int = 0  # rollouts kept for a crash box, written when decay or acceleration begins; 0 none
+    stop_in_phase: Literal[0, 2, 3, 4] = 0  # stop with a checkpoint when decay (2), acceleration (3) or collapse (4), or a later one, begins; 0 never
+    crash_box: int = 0  # rollouts kept for a crash box, written when decay, acceleration or collapse begins; 0 none
 
 
 @dataclass(frozen=True)
@@ -395,8 +395,11 @@ def validate(cfg: Config) -> None:
         raise ValueError(f"rollout.num_questions x rollout.group_size = {num_rows} episodes do not divide into optim.updates_per_rollout = {optim.updates_per_rollout} equal mini-batches")
     if loss.lld_weight > 0 and optim.updates_per_rollout == 1 and loss.lld_lag_steps == 0:
         raise ValueError("loss.lld_weight > 0 with optim.updates_per_rollout = 1 and loss.lld_lag_steps = 0 cannot act: at the only update the policy still is the old policy and no likelihood has fallen yet; use more updates per rollout, lld_lag_steps >= 1, or lld_weight 0")
-    if optim.updates_per_rollout == 1 and cfg.monitor.rescore_every == 0 and (cfg.monitor.stop_in_phase or cfg.monitor.crash_box):
-        raise ValueError("monitor.stop_in_phase and monitor.crash_box with optim.updates_per_rollout = 1 and monitor.rescore_every = 0 would never act: displacement is then seen only where a rollout is re-scored; set monitor.rescore_every, 1 for every step")
+    if optim.updates_per_rollout == 1 and cfg.monitor.rescore_every == 0 and cfg.monitor.stop_in_phase in (2, 3):
+        raise ValueError(
+            f"monitor.stop_in_phase = {cfg.monitor.stop_in_phase} with optim.updates_per_rollout = 1 and monitor.rescore_every = 0 would never act: displacement is then seen only where a rollout is re-scored; "
+            "set monitor.rescore_every, 1 for every step, or stop at 4 (collapse), which needs none"
+        )
     lld_options = [f.name for f in dataclasses.fields(Loss) if f.name.startswith("lld_") and f.name != "lld_weight"]
     _refuse_unread(cfg, "loss", lld_options, loss.lld_weight == 0, "loss.lld_weight = 0")
     _refuse_unread(cfg, "loss", ["lld_answer_weight"], loss.lld_answer_schedule == "paper", "loss.lld_answer_schedule = 'paper', which reads lld_answer_searches")

@@ -72,7 +72,7 @@ def steps_of(box: Path) -> list[int]:
     steps = sorted(int(path.stem.removeprefix("step_")) for path in (box / "episodes").glob("step_??????.jsonl"))
     latest = checkpoint.latest(box)
     if latest is None or not steps or not (box / "config.yaml").is_file():
-        raise ValueError(f"--replay {box}: no crash box, it needs config.yaml, checkpoints/ and episodes/ (a run with monitor.crash_box > 0 writes one to its boxes/ when decay or acceleration begins)")
+        raise ValueError(f"--replay {box}: no crash box, it needs config.yaml, checkpoints/ and episodes/ (a run with monitor.crash_box > 0 writes one to its boxes/ when decay, acceleration or collapse begins)")
     first = int(latest.name.removeprefix("step_"))
     if steps != list(range(first, first + len(steps))):
         raise ValueError(f"--replay {box}: episodes of steps {steps} do not follow the checkpoint of step {first}: the box is damaged")

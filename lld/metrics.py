@@ -61,7 +61,7 @@ GLOSSARY = {
     "wrong/observation_match": "share, among wrong episodes that began with a search and whose question also has a right one, of those whose first search found the passages of a right one (Fig. 5)",
     "sentinel/likelihood": "mean log-likelihood per token of the first correct episodes of the run, re-scored",
     "sentinel/displacement": "its change since they were sampled; a fall is forgetting or displacement that stayed",
-    "phase": "0 healthy, 1 stagnation, 2 decay, 3 acceleration (lld/phases.py)",
+    "phase": "0 healthy, 1 stagnation, 2 decay, 3 acceleration, 4 collapse (lld/phases.py)",
     "sampler_gap/mean": "mean |log p(trainer) - log p(sampler)| per token before the first update; float32: below 1e-5 (more with top_p < 1: the sampler cuts its distribution)",
     "sampler_gap/max": "largest such gap; float32: below 1e-4",
     "searches": "searches carried out per episode",

@@ -1,7 +1,7 @@
-"""Early warning: the three phases of the death spiral (paper, Sec. 4.2, Fig. 2), detected online from a run's own log.
+"""Early warning and alarm, online from a run's own log: the three phases of the death spiral (paper, Sec. 4.2, Fig. 2), and collapse.
 
-The rule adds up by how much correct responses lose likelihood under the updates, in units of their own negative
-log-likelihood, beyond an allowance (a one-sided CUSUM, Page 1954), and looks at the other signals only then:
+The phases add up by how much correct responses lose likelihood under the updates, in units of their own negative
+log-likelihood, beyond an allowance (a one-sided CUSUM, Page 1954), and look at the other signals only then:
 
     x = displacement/correct / |likelihood/correct_old| of a step, cut at ±0.3;   S = max(0, S - x - 0.01)
 
@@ -12,21 +12,41 @@ log-likelihood, beyond an allowance (a one-sided CUSUM, Page 1954), and looks at
                      norm above twice its level there
 
 With one update a rollout x is that of the re-scored rollouts (`final/displacement/correct`, monitor.rescore_every), the only
-steps that say something. A window is 10 steps. A phase is reported while its condition holds. Being relative to |log-likelihood| and to the run's own
-beginning, the rule knows no model's scale; its constants were chosen on runs of seed 0 of the tiny world (README).
+steps that say something. A window is 10 steps.
+
+    4 collapse       needs no likelihood, as a dead run has no correct responses: at least two of these signs, or a lost reward for
+                     10 steps. The mean of the last 5 steps is compared with the best of a window so far (the first ones hold fewer
+                     steps): reward lost, below half and at least 0.1 lower; no mixed group in 5 steps, beside a lost reward;
+                     answered below half; valid_actions below half; truncated higher by 0.5; entropy above 3 times that of the
+                     first 5 steps, or below a twentieth of it
+
+A phase is reported while its condition holds. Everything is relative to the run's own course, so the rule knows no model's scale;
+the constants of phases 1 to 3 were chosen on runs of seed 0 of the tiny world, docs/alarm.md says what they and phase 4 are worth.
 """
 
+import math
 import statistics
 
 WINDOW = 10  # steps
 ALLOWANCE, LARGEST_FALL = 0.01, 0.3
 STAGNATION, DECAY, GROWTH = 0.3, 2.0, 0.5
 ENTROPY_RISE, TAIL_RISE, GRADIENT_RISE = 1.3, 2.0, 2.0
-NAMES = ("healthy", "stagnation", "decay", "acceleration")
+SHORT = 5  # steps of the means that tell a collapse
+LONG = 10  # steps in a row of a lost reward that need no second sign; without a mixed group that are worth a line
+HALF, LOST_REWARD, TRUNCATED_RISE = 0.5, 0.1, 0.5
+ENTROPY_HIGH, ENTROPY_LOW = 3.0, 0.05  # times the beginning's
+BETTER = {"reward/mean": max, "reward/mixed_groups": max, "answered": max, "valid_actions": max, "truncated": min}
+WATCHED = (*BETTER, "entropy", "ratio/q999", "grad_norm")
+NAMES = ("healthy", "stagnation", "decay", "acceleration", "collapse")
+COLLAPSE = NAMES.index("collapse")
 
 
 class Detector:
-    """Feeds on rows of metrics.jsonl, one by one, and says which phase the run is in; `num_updates` is optim.updates_per_rollout."""
+    """Feeds on rows of metrics.jsonl, one by one, and says which phase the run is in; `num_updates` is optim.updates_per_rollout.
+
+    After `update`, `signs` holds in words what has collapsed, also while one sign alone is no collapse yet, and `idle` the
+    number of steps in a row without a group to learn from.
+    """
 
     def __init__(self, num_updates: int = 2):
         # At the only update of a rollout the policy still is the old one: nothing has moved until it is re-scored.
@@ -34,9 +54,12 @@ class Detector:
         self.rows: list[dict] = []
         self.falls: list[float] = [0.0]  # S after each step
         self.lowest_entropy = float("inf")
+        self.best: dict[str, float] = {}  # name -> the best mean of a window so far
+        self.signs: list[str] = []
+        self.lost_for = self.idle = 0  # steps in a row of lost reward; without a mixed group
 
     def update(self, row: dict) -> int:
-        self.rows.append({name: row[name] for name in ("entropy", "ratio/q999", "grad_norm") if name in row})
+        self.rows.append({name: row[name] for name in WATCHED if name in row})
         if len(self.rows) >= WINDOW and (entropies := self._values("entropy")):
             self.lowest_entropy = min(self.lowest_entropy, statistics.fmean(entropies))
         fall = 0.0  # no mixed group: nothing was learned, so nothing was displaced; or not re-scored
@@ -44,6 +67,8 @@ class Detector:
             relative = row[self.displacement] / max(abs(row["likelihood/correct_old"]), 1e-6)
             fall = -max(-LARGEST_FALL, min(LARGEST_FALL, relative)) - ALLOWANCE
         self.falls.append(max(0.0, self.falls[-1] + fall))
+        if self._has_collapsed():
+            return COLLAPSE
         if self.falls[-1] <= DECAY:
             return int(self.falls[-1] > STAGNATION)
         return 3 if self._signs_of_acceleration() >= 2 else 2
@@ -59,6 +84,54 @@ class Detector:
             median("ratio/q999", -WINDOW, None) - 1 > TAIL_RISE * (first("ratio/q999") - 1),
             median("grad_norm", -WINDOW, None) > GRADIENT_RISE * first("grad_norm"),
         ])  # fmt: skip
+
+    def warning(self, row: dict, phase: int) -> str | None:
+        """What to say after the update with `row` where `phase` begins (0: none does); also where there has been nothing to learn from for long."""
+        begins = f"step {row['step']}: phase {phase} ({NAMES[phase]}) begins"
+        if phase == COLLAPSE:
+            what = ", ".join(self.signs)
+            return (
+                f"{begins}: {what} (best {WINDOW} steps -> last {SHORT}). Updates from here on only cost time: end the run (monitor.stop_in_phase=4 does it) and "
+                "start a new one from a checkpoint of before (model.path), with a smaller optim.lr."
+            )
+        if phase:
+            value = lambda name: row.get(name, math.nan)
+            return (
+                f"{begins}: correct responses lose likelihood, {value('displacement/correct'):+.4f} nats a token at this step; entropy {value('entropy'):.3f}, ratio tail {value('ratio/q999'):.2f}, "
+                f"gradient norm {value('grad_norm'):.2f}. If the reward stops rising, lower optim.lr or raise loss.lld_weight."
+            )
+        if self.idle == LONG and not self.signs:
+            return (
+                f"step {row['step']}: nothing to learn from: for {LONG} steps no group held both right and wrong answers, and the mean reward is {row.get('reward/mean', math.nan):.2f}. "
+                "Groups all wrong need easier questions, a warm start or a reward that pays for the format; groups all right, harder questions."
+            )
+        return None
+
+    def _has_collapsed(self) -> bool:
+        """Whether two signs of a collapse are there or the reward has been lost for long; `signs` says which."""
+        now, best = {}, self.best
+        for name, better in BETTER.items():
+            if values := self._values(name, -SHORT):
+                now[name] = statistics.fmean(values)
+                level = statistics.fmean(self._values(name))
+                best[name] = better(best.get(name, level), level)
+        self.idle = self.idle + 1 if self.rows[-1].get("reward/mixed_groups") == 0 else 0
+        below = lambda name, share: name in now and now[name] < share * best[name]
+        reward_lost = below("reward/mean", HALF) and now["reward/mean"] <= best["reward/mean"] - LOST_REWARD
+        lost = {
+            "reward/mean": reward_lost,
+            "reward/mixed_groups": reward_lost and self.idle >= SHORT,  # there are none where all is right, too
+            "answered": below("answered", HALF),
+            "valid_actions": below("valid_actions", HALF),
+            "truncated": "truncated" in now and now["truncated"] >= best["truncated"] + TRUNCATED_RISE,
+        }
+        self.signs = [f"{name} {best[name]:.2f} -> {now[name]:.2f}" for name, is_lost in lost.items() if is_lost]
+        if entropies := self._values("entropy", 0, SHORT):
+            start, end = statistics.fmean(entropies), statistics.fmean(self._values("entropy", -SHORT) or entropies)
+            if not ENTROPY_LOW * start <= end <= ENTROPY_HIGH * start:
+                self.signs.append(f"entropy {start:.2f} -> {end:.2f}")
+        self.lost_for = self.lost_for + 1 if reward_lost else 0
+        return len(self.rows) >= SHORT and (len(self.signs) >= 2 or self.lost_for >= LONG)
 
     def _values(self, name: str, start: int | None = -WINDOW, end: int | None = None) -> list[float]:
         return [row[name] for row in self.rows[start:end] if name in row]

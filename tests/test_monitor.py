@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import random
 import math
 
 import pytest
@@ -246,6 +247,58 @@ def test_with_one_update_the_rescored_displacement_is_what_is_watched():
 def test_no_phase_where_nothing_is_learned():
     """All-right groups have no advantage: there is no correct response to displace."""
     assert set(phases.detect([{"entropy": 0.1, "grad_norm": 0.0, "ratio/q999": 1.0}] * 60)) == {0}
+
+
+def course(reward, mixed=0.5, answered=1.0, valid_actions=1.0, truncated=0.0, entropy=0.4):
+    """Rows of a run in which no likelihood is logged; each argument a value, or one a step."""
+    at = lambda value, s: value[s] if isinstance(value, list) else value
+    names = {"reward/mean": reward, "reward/mixed_groups": mixed, "answered": answered, "valid_actions": valid_actions, "truncated": truncated, "entropy": entropy}
+    return [{"step": s} | {name: at(value, s) for name, value in names.items()} for s in range(len(reward))]
+
+
+def test_a_dead_run_is_a_collapse_and_its_signs_are_named():
+    """As at a learning rate of 2e-3: a dead run displaces nothing, so that the CUSUM alone calls it healthy."""
+    rows = course([0.36, 0.13, *[0.0] * 18], [0.75, 0.4, *[0.0] * 18], answered=[1.0, 0.9, *[0.0] * 18], truncated=[0.0, 0.1, *[1.0] * 18])
+    found = phases.detect(rows)
+    assert found == [0] * 4 + [4] * 16
+    detector = phases.Detector()
+    for row in rows[:5]:
+        last = detector.update(row)
+    text = detector.warning(row, last)
+    assert text.startswith("step 4: phase 4 (collapse) begins: reward/mean 0.36 -> 0.10, answered 1.00 -> 0.38, truncated 0.00 -> 0.62 (")
+    assert "monitor.stop_in_phase=4" in text and "optim.lr" in text
+
+
+def test_one_sign_alone_is_no_collapse_but_a_lost_reward_is_after_ten_steps():
+    rises = [0.3 + 0.01 * s for s in range(60)]
+    for sign in ({"entropy": [0.4] * 30 + [2.0] * 30}, {"truncated": [0.0] * 30 + [0.9] * 30}, {"answered": [1.0] * 30 + [0.3] * 30}, {"mixed": [0.5] * 30 + [0.0] * 30}):
+        assert set(phases.detect(course(rises, **sign))) == {0}, sign
+    # The mean of 5 falls from .6 by .08 a step, below half and .1 lower at the fourth step of the fall, 33, and for the tenth time at 42.
+    assert phases.detect(course([0.6] * 30 + [0.2] * 30)) == [0] * 42 + [4] * 18
+    assert set(phases.detect(course([0.6] * 30 + [0.2] * 12 + [0.5] * 18))[30:]) == {0, 4}  # it comes back, and so does the phase
+    assert phases.detect(course([0.6] * 30 + [0.2] * 12 + [0.5] * 18))[-1] == 0
+    # Together with another sign at once.
+    assert phases.detect(course([0.6] * 30 + [0.2] * 30, valid_actions=[1.0] * 30 + [0.0] * 30)) == [0] * 33 + [4] * 27
+    assert phases.detect(course([0.6] * 30 + [0.2] * 30, entropy=[0.4] * 30 + [0.001] * 30))[35:] == [4] * 25
+    assert set(phases.detect(course([0.15] * 30 + [0.06] * 30, valid_actions=0.9))) == {0}  # below .1 there is nothing to lose
+
+
+def test_noise_is_no_collapse():
+    """Made-up runs of 16 questions whose true reward stays .3, half of the questions always right or wrong."""
+    rng, alarms = random.Random(0), 0
+    for _ in range(100):
+        rewards = [sum(rng.random() < 0.3 for _ in range(24)) / 24 for _ in range(100)]  # 80 episodes that are worth 24
+        alarms += 4 in phases.detect(course(rewards, [float(rng.random() < 0.9) for _ in rewards]))
+    assert alarms <= 1
+
+
+def test_groups_all_wrong_from_the_start_get_their_own_words():
+    detector, said = phases.Detector(), []
+    for row in course([0.0] * 30, 0.0, answered=0.2):
+        said.append(detector.warning(row, detector.update(row)))
+    assert [step for step, text in enumerate(said) if text] == [9]
+    assert said[9].startswith("step 9: nothing to learn from: for 10 steps no group held both right and wrong answers, and the mean reward is 0.00.")
+    assert phases.detect(course([1.0] * 30, 0.0))[-1] == 0
 
 
 def test_episodes_survive_a_round_trip_through_json():
