@@ -20,6 +20,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
+import transformers
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, gather_object, set_seed
 from tqdm import tqdm
@@ -33,7 +34,7 @@ from lld.episode import Batch, Episode, collate
 from lld.evaluate import evaluate_questions, load_benchmark, summarize
 from lld.loss import answer_beta
 from lld.policy import Policy, check_fit, eos_ids, load_lm, load_tokenizer
-from lld.report import plot_run, write_page
+from lld.report import write_report
 from lld.reward import score_episodes
 from lld.rollout import check_prompts, rollout
 from lld.tools import RetrieverError, Unplayed, check_health, make_search
@@ -73,10 +74,23 @@ def main(argv: list[str]) -> int:
         if not survive.lost_peer(error):
             raise
         phase, step = guard.now
+        leave_report(guard, args.replay)
         print(f"train.py: rank {guard.rank}: another process of this run ended or fell silent (phase {phase!r} of step {step}; {survive.short(error)}); see its own message. {guard.save_what_stands()}", file=sys.stderr, flush=True)
         os._exit(survive.PEER)  # an orderly exit would wait for the one that is gone
     finally:
+        leave_report(guard, args.replay)
         guard.close()
+
+
+def leave_report(guard: survive.Guard, box: Path | None) -> None:
+    """However a run ended: what it has reached, its report, and what to type next. Best effort, as something else may be broken already."""
+    if guard.run_dir is None or guard.rank or not (guard.run_dir / "metrics.jsonl").exists():
+        return
+    try:
+        ends = runs.describe_end(guard.run_dir) if box is None else crashbox.compare(box, guard.run_dir)
+        print(f"{ends}\n{write_report([guard.run_dir] if box is None else [box, guard.run_dir], guard.run_dir)}", flush=True)
+    except (ValueError, OSError) as error:  # no row yet, a damaged log, a closed console
+        print(f"train.py: no report was written: {error}", file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -114,11 +128,13 @@ def train(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
     accelerator, run_dir = parts.accelerator, Path(cfg.run.dir)
     try:
         row = evaluate(parts, cfg, 0) if cfg.eval.at_start and first_step == 0 else {}
+        if row and accelerator.is_main_process:
+            tell_scores(cfg, [{"step": 0} | row])
         if first_step and box is None:
             make_up_evaluation(parts, cfg, first_step)
     except Unplayed as error:
         return stop(parts, cfg, first_step, *reason(parts, str(error)))
-    steps = tqdm(range(first_step, cfg.run.steps), desc="training", initial=first_step, total=cfg.run.steps, disable=not accelerator.is_main_process)
+    steps = tqdm(range(first_step, cfg.run.steps), desc="training", initial=first_step, total=cfg.run.steps, disable=None if accelerator.is_main_process else True)
     for step in steps:
         clock = metrics.Clock()
         guard.phase("rollout", step)
@@ -154,7 +170,9 @@ def train(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
             metrics.append_rows(run_dir / "metrics.jsonl", [row])
             metrics.append_rows(run_dir / "timings.jsonl", [{"step": step} | timings])
             accelerator.log(row | timings, step=step)
-            guard.beat(step, cfg.run.steps, timings["time/step_s"], int(batch.lengths_B.sum()))
+            guard.beat(step, cfg.run.steps, timings["time/step_s"], int(batch.lengths_B.sum()), row["reward/mean"])
+            if any(name.startswith("eval/") for name in row) and (step > 0 or cfg.eval.every == 1 or last):
+                tell_scores(cfg, runs.read_rows(run_dir / "metrics.jsonl"))
             steps.set_postfix(reward=f"{row['reward/mean']:.3f}", entropy=f"{row.get('entropy', math.nan):.3f}", searches=f"{row['searches']:.2f}")
         if began and parts.recent is not None and accelerator.is_main_process:
             folder = parts.recent.write(run_dir, cfg, parts.lm, parts.tokenizer)
@@ -167,10 +185,6 @@ def train(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
         if box is None and ((step + 1) % cfg.run.save_every == 0 or last or parts.best and parts.best[1] == step + 1):
             save(parts, cfg, step + 1)
     accelerator.end_training()
-    if accelerator.is_main_process:
-        for draw, name in ((plot_run, "figure.png"), (write_page, "report.html")):
-            draw([run_dir] if box is None else [box, run_dir], run_dir / name)
-        print(f"{run_dir}: metrics.jsonl, report.html, figure.png and checkpoints/ hold the run" if box is None else crashbox.compare(box, run_dir))
     return 0
 
 
@@ -228,9 +242,19 @@ def warn(parts: Parts, cfg: config.Config, row: dict) -> int:
     return row["phase"] if begins else 0
 
 
+def tell_scores(cfg: config.Config, rows: list[dict]) -> None:
+    """A line on the console about the last evaluation of these rows, and the report as the log stands."""
+    log = Path(cfg.run.dir) / "metrics.jsonl"
+    options = {"eval.at_start": cfg.eval.at_start, "eval.every": cfg.eval.every, "run.steps": cfg.run.steps}
+    report = f"; {write_report([log.parent], log.parent)}" if log.exists() else ""
+    tqdm.write(f"held-out {runs.describe_scores(rows, options)}{report}")
+
+
 def build(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | None = None) -> tuple[Parts, int]:
     """Opens and checks everything before any work starts; returns it with the step to start from."""
     sharding.check_launch()
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
     run_dir, on_gpu = Path(cfg.run.dir), torch.cuda.is_available()
     mixed_precision = cfg.model.mixed_precision if on_gpu else "no"
     patience = timedelta(seconds=survive.PATIENCE * cfg.run.watchdog_s) if cfg.run.watchdog_s else timedelta(days=365)  # torch's own is minutes
@@ -381,6 +405,7 @@ def make_up_evaluation(parts: Parts, cfg: config.Config, num_steps: int) -> None
     if parts.accelerator.is_main_process:
         metrics.replace_last_row(log, {name: value for name, value in row.items() if name != "phase"} | evaluated | {"phase": row["phase"]})
         parts.accelerator.log(evaluated, step=num_steps - 1)
+        tell_scores(cfg, runs.read_rows(log))
     save(parts, cfg, num_steps)
 
 
@@ -469,7 +494,8 @@ def due(step: int, every: int) -> bool:
 
 
 def progress_bar(parts: Parts, total: int, what: str) -> tqdm:
-    return tqdm(total=total, desc=what, leave=False, disable=not parts.accelerator.is_main_process)
+    """On a terminal only (`disable=None`): in a log file each redrawing would be a line."""
+    return tqdm(total=total, desc=what, leave=False, disable=None if parts.accelerator.is_main_process else True)
 
 
 def expected_shapes(options: config.Model) -> dict[str, torch.Tensor]:

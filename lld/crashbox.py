@@ -105,4 +105,4 @@ def compare(box: Path, run_dir: Path) -> str:
     """What a replay has to say for itself."""
     different = same_rows(runs.read_rows(box / "metrics.jsonl"), runs.read_rows(run_dir / "metrics.jsonl"))
     verdict = "every logged value equals the original, bit for bit" if not different else f"{len(different)} logged values differ from the original's, {', '.join(different[:4])} among them"
-    return f"{run_dir}: {verdict}; report.html shows both"
+    return f"{run_dir}: {verdict}"

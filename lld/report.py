@@ -5,6 +5,7 @@
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -99,6 +100,18 @@ def plot_run(run_dirs: Sequence[str | Path], path: str | Path) -> None:
     figure.legend(handles=run_entries, loc="outside upper left", ncols=len(run_entries), frameon=False, fontsize=9)
     figure.align_ylabels()
     figure.savefig(path)
+
+
+def write_report(run_dirs: Sequence[Path], folder: Path) -> str:
+    """Writes FOLDER/report.html and figure.png, aside first, and says where they are. Any failure is told, not raised: it must not cost the run."""
+    try:
+        for draw, name in ((plot_run, "figure.png"), (write_page, "report.html")):
+            aside = folder / f"partial-{name}"
+            draw(run_dirs, aside)
+            os.replace(aside, folder / name)
+    except Exception as error:
+        return f"no report could be drawn ({type(error).__name__}: {error}); python -m lld.report {folder} tries again"
+    return f"{folder / 'report.html'} and {folder / 'figure.png'} show the run"
 
 
 def main(argv: list[str] | None = None) -> int:

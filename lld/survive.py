@@ -97,16 +97,16 @@ class Guard:
         number = largest(accelerator, self.signal)
         return signal.Signals(number).name if number else None
 
-    def beat(self, step: int, num_steps: int, step_s: float, num_tokens: int) -> None:
-        """The heartbeat after `step`: always in the run's folder, on the console at most every `LINE_S` seconds."""
+    def beat(self, step: int, num_steps: int, step_s: float, num_tokens: int, reward: float) -> None:
+        """The heartbeat after `step`: always in the run's folder; at most every `LINE_S` seconds on a console that shows no bar."""
         self.step_times = [*self.step_times, step_s][-RECENT_STEPS:]
         eta_s = sum(self.step_times) / len(self.step_times) * (num_steps - step - 1)
         self.last_beat = {"step_s": step_s, "tokens_per_s": num_tokens / step_s, "memory_gb": memory_gb(), "eta_s": eta_s}
         self._write()
-        if time.monotonic() - self.last_line > LINE_S:
+        if time.monotonic() - self.last_line > LINE_S and not sys.stderr.isatty():
             self.last_line = time.monotonic()
             hours, minutes = divmod(int(eta_s / 60), 60)
-            tqdm.write(f"step {step + 1}/{num_steps}: {step_s:.1f} s a step, {num_tokens / step_s:.0f} tokens/s, {self.last_beat['memory_gb']:.1f} GB, {hours} h {minutes:02d} min to go")
+            tqdm.write(f"step {step + 1}/{num_steps}: reward {reward:.3f}, {step_s:.1f} s a step, {num_tokens / step_s:.0f} tokens/s, {self.last_beat['memory_gb']:.1f} GB, {hours} h {minutes:02d} min to go")
 
     def _write(self) -> None:
         if self.run_dir is None:
@@ -130,6 +130,7 @@ class Guard:
         path = self.run_dir / f"watchdog-rank{self.rank}.txt"
         faulthandler.dump_traceback_later(max(60.0, allowed_s), exit=True, file=2)  # saving may hang as well
         others = self._others() if phase == WAITING else ""
+        report = f" python -m lld.report {self.run_dir} draws what was logged." if self.rank == 0 else ""
         text = f"train.py: rank {self.rank} has shown no sign of life for {allowed_s:g} s (run.watchdog_s) in phase {phase!r} of step {step}{others}."
         try:
             with open(path, "w") as file:
@@ -139,7 +140,7 @@ class Guard:
             text += f" The stacks are in {path}."
         except OSError as error:
             text += f" The stacks could not be written: {error}."
-        print(f"\n{text} {self.save_what_stands()}", file=sys.stderr, flush=True)
+        print(f"\n{text} {self.save_what_stands()}{report}", file=sys.stderr, flush=True)
         os._exit(HUNG)
 
     def save_what_stands(self) -> str:

@@ -421,7 +421,7 @@ def warm_start(policy: LlamaForCausalLM, demonstrations: list[tuple[list[int], l
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, cosine)
     losses = []
     policy.train()
-    for rows in tqdm(_batches(lengths, num_steps, random.Random(f"batches {seed}")), total=num_steps, desc="warm start"):
+    for rows in tqdm(_batches(lengths, num_steps, random.Random(f"batches {seed}")), total=num_steps, desc="warm start", disable=None):
         width = max(lengths[row] for row in rows)
         token_ids_BT, weights_BT = token_ids_NT[rows, :width], weights_NT[rows, :width]
         logits_BTV = policy(input_ids=token_ids_BT, use_cache=False).logits  # padding is on the right: causality hides it
@@ -503,6 +503,7 @@ def prepare(cfg: config.TinyWorld, rollout: config.Rollout, topk: int) -> None:
     demonstrations, longest = make_demonstrations(world, train, tokenizer, partial / "corpus.jsonl", count, topk, cfg.seed)
     _check_room(cfg, longest, rollout)  # before the minutes of training
     policy = make_policy(cfg, tokenizer)
+    print(f"{folder}: making passages, questions and a policy, with {cfg.warm_start_steps} steps of warm start (some minutes, once)", flush=True)
     losses = warm_start(policy, demonstrations, cfg.warm_start_steps, cfg.seed)
     policy.save_pretrained(partial / "policy")
     tokenizer.save_pretrained(partial / "policy")

@@ -93,4 +93,5 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("train")
     done = run(write_config(folder, "whole"), 'run.trackers=["tensorboard"]')
     assert done.returncode == 0, done.stderr[-3000:]
+    (folder / "whole.txt").write_text(done.stderr + done.stdout)
     return folder

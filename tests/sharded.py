@@ -177,7 +177,7 @@ def whole_runs(accelerator, folder: Path) -> dict[str, int]:
     """Exit codes of runs of train.py, by name; each process makes its part of them."""
     import train
 
-    train.plot_run = train.write_page = train.Accelerator.end_training = lambda *_: None  # the process group serves all runs
+    train.write_report = train.Accelerator.end_training = lambda *_: None  # the process group serves all runs
     codes = {}
 
     def run(name, *more, yaml=None, fsdp=True):

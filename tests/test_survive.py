@@ -147,8 +147,8 @@ def test_a_process_that_has_played_its_share_waits_for_the_others_and_names_them
 def test_the_heartbeat_says_how_fast_and_how_long(undisturbed, tmp_path, capsys):
     guard = survive.Guard()
     guard.run_dir = tmp_path
-    guard.beat(9, 100, 2.0, 5000)
-    guard.beat(10, 100, 4.0, 5000)
+    guard.beat(9, 100, 2.0, 5000, 0.25)
+    guard.beat(10, 100, 4.0, 5000, 0.25)
     told = json.loads((tmp_path / "heartbeat.json").read_text())
     assert (told["step_s"], told["tokens_per_s"], told["eta_s"]) == (4.0, 1250.0, 3.0 * 89) and told["memory_gb"] > 0
     assert capsys.readouterr().out.count("tokens/s") == 1  # at most a line a minute

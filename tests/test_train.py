@@ -55,8 +55,7 @@ def run(config: Path, *more: str, timeout: int = 900):
 
 def draw_nothing(patch: pytest.MonkeyPatch) -> None:
     """Figures take longer than the runs of these tests."""
-    patch.setattr(train, "plot_run", lambda *_: None)
-    patch.setattr(train, "write_page", lambda *_: None)
+    patch.setattr(train, "write_report", lambda *_: "")
 
 
 def rows(folder: Path) -> list[dict]:
@@ -78,6 +77,18 @@ def test_a_run_leaves_what_it_promises(folder):
     timed = [json.loads(line) for line in (whole / "timings.jsonl").read_text().splitlines()]
     assert all(row["time/step_s"] >= row["time/rollout_s"] + row["time/update_s"] > 0 for row in timed)
     assert yaml.safe_load((whole / "config.yaml").read_text())["optim"]["lr"] == 1e-3
+
+
+def test_the_console_tells_scores_and_what_to_type_next(folder):
+    told = (folder / "whole.txt").read_text()
+    ems = {(row["step"] + 1) * (row["step"] > 0): row["eval/tiny/em"] for row in rows(folder / "whole") if "eval/tiny/em" in row}
+    assert f"held-out tiny EM {ems[0]:.3f} at the start\n" in told
+    best = max(ems, key=lambda step: ems[step])
+    at = f"after {best} steps" if best else "at the start"
+    line = f"tiny EM {ems[6]:.3f} after 6 steps (start {ems[0]:.3f}, best {ems[best]:.3f} {at})"
+    assert f"held-out {line}; {folder}/whole/report.html" in told  # also while the run goes on
+    assert f"{folder}/whole: 6 of 6 steps; held-out {line}; reward " in told and "python eval.py --ckpt" in told.splitlines()[-2]
+    assert "it/s" not in told and "%|" not in told and "step 1/6: reward" in told  # no bars where nobody watches
 
 
 def test_a_checkpoint_opens_with_from_pretrained(folder):
@@ -272,8 +283,28 @@ def refused_replay(capsys, box: Path, *overrides: str) -> str:
     return capsys.readouterr().err
 
 
-def test_a_run_can_stop_when_a_phase_begins(folder, capsys, monkeypatch):
+def test_a_run_can_stop_when_a_phase_begins_and_leaves_its_report(folder, capsys, monkeypatch):
     monkeypatch.setattr(train.phases.Detector, "update", lambda self, row: 2 if row["step"] >= 1 else 0)
     config = write_config(folder, "stopped", eval={"every": 0}, run={"dir": str(folder / "stopped"), "steps": 4, "save_every": 50}, monitor={"stop_in_phase": 2})
-    assert "phase 2 (decay) has begun" in refused(capsys, config, code=4)
+    assert train.main(["--config", str(config)]) == 4
+    told, stopped = capsys.readouterr(), folder / "stopped"
+    assert "phase 2 (decay) has begun" in told.err
+    assert told.out.endswith(f"python eval.py --ckpt {stopped}/checkpoints/step_000002 --config {stopped}/config.yaml\n{stopped}/report.html and {stopped}/figure.png show the run\n")
+    assert f"{stopped}: 2 of 4 steps; reward " in told.out and "newest checkpoint" in told.out
+    assert 'id="content"' in (stopped / "report.html").read_text() and (stopped / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(stopped.glob("partial-*"))
+
+
+def test_a_collapse_stops_the_run_fills_the_box_and_no_report_hides_why(folder, capsys, monkeypatch):
+    """The rule itself, on made-up rewards that are lost at once; a report that fails costs neither message nor exit code."""
+    seen = train.phases.Detector.update
+    made_up = lambda row: row | {"reward/mean": 0.5 * (row["step"] == 0), "reward/mixed_groups": float(row["step"] == 0), "answered": 1.0 * (row["step"] == 0)}
+    monkeypatch.setattr(train.phases.Detector, "update", lambda self, row: seen(self, made_up(row)))
+    monkeypatch.setattr("lld.report.write_page", lambda *_: 1 / 0)
+    config = write_config(folder, "dead", eval={"every": 0}, run={"dir": str(folder / "dead"), "steps": 9, "save_every": 50}, monitor={"stop_in_phase": 4, "crash_box": 2})
+    assert train.main(["--config", str(config)]) == 4
+    told = capsys.readouterr()
+    assert "phase 4 (collapse) begins: reward/mean 0.50 -> 0.10, answered 1.00 -> 0.20" in told.err and "phase 4 (collapse) has begun" in told.err
+    assert len(rows(folder / "dead")) == 5 and (folder / "dead" / "boxes" / "step_000005" / "config.yaml").exists()
+    assert f"no report could be drawn (ZeroDivisionError: division by zero); python -m lld.report {folder}/dead tries again" in told.out
     assert len(rows(folder / "stopped")) == 2 and checkpoint.latest(folder / "stopped") == checkpoint.folder_of(folder / "stopped", 2)
