@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import os
+import signal
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,10 +20,14 @@ from pathlib import Path
 # On shared cores OpenMP threads that spin while they wait made a step 20 times slower; must be set before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+from lld import lock
+
+LAUNCHER = lock.launcher()  # before the seconds that torch takes, in which it may die
+
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, gather_object, set_seed
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object, set_seed
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
@@ -50,8 +55,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--resume", action="store_true", help="continue the run in run.dir from its newest checkpoint")
     parser.add_argument("--plan", action="store_true", help="print what the run would take of memory, time and disk, and end: 0 if it fits, 2 if not")
     parser.add_argument("overrides", nargs="*", metavar="section.option=value")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     guard = survive.Guard()
+    guard.prepare(LAUNCHER)
     try:
         if (args.config is None) == (args.replay is None) or (args.replay and args.resume):
             raise ValueError("give either --config CONFIG, or --replay BOX without --resume")
@@ -70,12 +76,16 @@ def main(argv: list[str]) -> int:
             raise
         print(f"train.py: {error}. {checkpoint.last_good(guard.run_dir)}, and it is untouched: make room or mend the folder's permissions, then continue with --resume.", file=sys.stderr)
         return survive.DISK
+    except KeyboardInterrupt:  # a signal before the first step; later ones stop the run in order
+        name = signal.Signals(guard.signal or signal.SIGINT).name
+        print(f"train.py: {name} received while the run was prepared: nothing was trained, and the same command starts again.", file=sys.stderr)
+        return survive.SIGNAL
     except RuntimeError as error:
         if not survive.lost_peer(error):
             raise
         phase, step = guard.now
-        leave_report(guard, args.replay)
         print(f"train.py: rank {guard.rank}: another process of this run ended or fell silent (phase {phase!r} of step {step}; {survive.short(error)}); see its own message. {guard.save_what_stands()}", file=sys.stderr, flush=True)
+        leave_report(guard, args.replay)
         os._exit(survive.PEER)  # an orderly exit would wait for the one that is gone
     finally:
         leave_report(guard, args.replay)
@@ -86,6 +96,7 @@ def leave_report(guard: survive.Guard, box: Path | None) -> None:
     """However a run ended: what it has reached, its report, and what to type next. Best effort, as something else may be broken already."""
     if guard.run_dir is None or guard.rank or not (guard.run_dir / "metrics.jsonl").exists():
         return
+    guard.phase("report")
     try:
         ends = runs.describe_end(guard.run_dir) if box is None else crashbox.compare(box, guard.run_dir)
         print(f"{ends}\n{write_report([guard.run_dir] if box is None else [box, guard.run_dir], guard.run_dir)}", flush=True)
@@ -185,6 +196,7 @@ def train(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
         if box is None and ((step + 1) % cfg.run.save_every == 0 or last or parts.best and parts.best[1] == step + 1):
             save(parts, cfg, step + 1)
     accelerator.end_training()
+    guard.outcome = "done"
     return 0
 
 
@@ -266,6 +278,8 @@ def build(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first matrix is multiplied on a GPU
     torch.use_deterministic_algorithms(cfg.run.deterministic, warn_only=True)
     set_seed(cfg.run.seed)  # episodes and data order have their own generators; this is for anything a model may draw
+    checkpoint.check_place(run_dir)
+    guard.lock = take_lock(run_dir, accelerator)
     checkpoint.check_run_dir(run_dir, cfg, resume)
     if cfg.tinyworld.dir is not None:
         with accelerator.main_process_first():
@@ -308,6 +322,20 @@ def build(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
     parts = Parts(accelerator, tokenizer, questions, held_out, search, policy, bare, bare.lm, twin, reference, anchor, optimizer, snapshots, phases.Detector(cfg.optim.updates_per_rollout), guard)
     remember(parts, cfg, box or run_dir, first_step)
     return parts, first_step
+
+
+def take_lock(run_dir: Path, accelerator: Accelerator) -> lock.Lock:
+    """This process's hold on the run's folder; ValueError on all of them where another run has it."""
+    taken = refusal = None
+    if accelerator.is_main_process:
+        try:
+            taken = lock.take(run_dir)
+        except ValueError as error:
+            refusal = str(error)
+    refusal = broadcast_object_list([refusal])[0]
+    if refusal:
+        raise ValueError(refusal)
+    return taken or lock.take(run_dir, accelerator.process_index)
 
 
 def open_world(cfg: config.Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Question], dict[str, list[Question]], metrics.Timed]:
@@ -453,6 +481,7 @@ def stop(parts: Parts, cfg: config.Config, num_steps: int, why: str, code: int) 
     """Saves the checkpoint after `num_steps` steps, says why the run ends, and returns its exit code."""
     folder = save(parts, cfg, num_steps)
     parts.accelerator.print(f"train.py: {why} Saved {folder}; continue with --resume.", file=sys.stderr)
+    parts.guard.outcome = "stopped"
     return code
 
 

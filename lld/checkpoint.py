@@ -207,12 +207,16 @@ def _flush(path: Path) -> None:
     os.close(descriptor)
 
 
-def check_run_dir(run_dir: Path, cfg: config.Config, resume: bool) -> None:
-    """Raises ValueError where a new run would overwrite an old one, or a resumed one has other options."""
-    log = run_dir / "config.yaml"
+def check_place(run_dir: Path) -> None:
+    """Raises ValueError where a run's folder cannot be written."""
     present = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     if not present.is_dir() or not os.access(present, os.W_OK):
         raise ValueError(f"run.dir = {run_dir}: {present} is {'read-only, or not yours to write to' if present.is_dir() else 'a file, not a folder'}; choose another run.dir")
+
+
+def check_run_dir(run_dir: Path, cfg: config.Config, resume: bool) -> None:
+    """Raises ValueError where a new run would overwrite an old one, or a resumed one has other options."""
+    log = run_dir / "config.yaml"
     if not resume:
         if log.exists():
             raise ValueError(f"run.dir = {run_dir} already holds a run: continue it with --resume, or choose another run.dir, or delete the folder")

@@ -1,9 +1,11 @@
-"""What keeps a long run from being lost: signals, the watchdog, the heartbeat, and the agreement of all processes to stop.
+"""What keeps a long run from being lost: signals, the watchdog, the heartbeat, a console that goes away, and the agreement of all
+processes to stop.
 
 The watchdog is a thread: where no sign of life (a phase begun, an episode finished) came for `run.watchdog_s`, it names rank and
 phase, writes every thread's stack to the run's folder, saves what it safely can and ends the process.
 """
 
+import errno
 import faulthandler
 import json
 import os
@@ -14,16 +16,21 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from tqdm import tqdm
 
+from lld.lock import Lock
 from lld.metrics import replace_file
 from lld.tools import Unplayed
 
 # Exit codes of train.py; 0: done, 1: a bug, with its traceback.
 USER, RETRIEVER, PHASE, SIGNAL, NOT_FINITE, DISK, HUNG, PEER = 2, 3, 4, 5, 6, 7, 8, 9
 WAITING = "waiting for the other processes"
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# What a signal does in a phase that is not cut short; all others are dropped and repeated.
+FINISHED = {"update": "the update is finished", "logs": "the step is logged", "checkpoint": "the checkpoint is finished", WAITING: "the other processes finish theirs", "report": "the report is finished"}
 PATIENCE = 2  # who waits for others waits this many times as long, so that the hung process itself is the one that speaks first
 LINE_S = 60.0  # seconds between two heartbeat lines on the console
 RECENT_STEPS = 20  # whose mean time gives the ETA
@@ -34,7 +41,7 @@ class Interrupted(Unplayed):
 
 
 class Guard:
-    """Watches one process of a run from `watch` to `close`."""
+    """Looks after one process of a run: from `prepare` on its console and its launcher, from `watch` to `close` the run."""
 
     def __init__(self):
         self.signal = 0  # the first one received
@@ -42,21 +49,46 @@ class Guard:
         self.last_beat: dict[str, float] = {}
         self.run_dir, self.rank, self.num_processes, self.watchdog_s = None, 0, 1, 0.0
         self.now, self.alive, self.last_line, self.step_times = ("start", 0), time.monotonic(), 0.0, []
-        self.handlers, self.over, self.thread = {}, threading.Event(), None
+        self.handlers, self.over, self.thread, self.consoles = {}, threading.Event(), None, None
+        self.lock: Lock | None = None
+        self.outcome = "ended by an error"  # what the heartbeat says in the end
 
     def close(self) -> None:
+        if self.run_dir is not None:
+            self.phase(self.outcome)
         self.over.set()
         if self.thread is not None:
             self.thread.join()  # or it could arm the timer once more
             faulthandler.cancel_dump_traceback_later()
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
+        if self.consoles is not None:
+            sys.stdout, sys.stderr = self.consoles
+        if self.lock is not None:
+            self.lock.release()
+
+    def prepare(self, launcher: int | None = None) -> None:
+        """From here on a signal ends the process in one line, a console that is gone is written to no more, and the end of the
+        launcher, if there is one, is a SIGTERM: it does not hand on its own death."""
+        self.consoles = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
+        if threading.current_thread() is threading.main_thread():
+            asked = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP]  # nohup ignores SIGHUP
+            self.handlers = {number: signal.signal(number, self._received) for number in asked}
+        if launcher is not None:
+            threading.Thread(target=self._follow, args=(launcher,), daemon=True).start()
+
+    def _follow(self, launcher: int) -> None:
+        while not self.over.wait(0.5):
+            if os.getppid() != launcher:
+                print(f"\ntrain.py: its launcher (process {launcher}) is gone; this process ends as if by SIGTERM.", file=sys.stderr, flush=True)
+                if not self.signal:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                return
 
     def watch(self, run_dir: Path, accelerator, watchdog_s: float) -> None:
         """From here on signals ask for an orderly end, and silence of more than `watchdog_s` seconds (0: any) ends the process."""
         self.run_dir, self.rank, self.num_processes, self.watchdog_s = Path(run_dir), accelerator.process_index, accelerator.num_processes, watchdog_s
-        if threading.current_thread() is threading.main_thread():
-            self.handlers = {number: signal.signal(number, self._received) for number in (signal.SIGTERM, signal.SIGINT)}
         self.alive = time.monotonic()
         if watchdog_s:
             self.thread = threading.Thread(target=self._look, daemon=True)
@@ -66,8 +98,12 @@ class Guard:
         self.signal = number
         for other in self.handlers:
             signal.signal(other, signal.SIG_DFL)
-        what = "the update is being finished" if self.now[0] == "update" else "what is being played is dropped and will be repeated"
-        print(f"\ntrain.py: {signal.Signals(number).name} received in phase {self.now[0]!r} of step {self.now[1]}: {what}, then a checkpoint is saved. A second signal ends the process at once.", file=sys.stderr, flush=True)
+        if self.run_dir is None:
+            raise KeyboardInterrupt
+        phase, step = self.now
+        what = FINISHED.get(phase, "what is being played is dropped and will be repeated")
+        then = "" if phase == "report" else ", then the run stops with a checkpoint"
+        print(f"\ntrain.py: {signal.Signals(number).name} received in phase {phase!r} of step {step}: {what}{then}. A second signal ends the process at once.", file=sys.stderr, flush=True)
 
     def phase(self, name: str, step: int | None = None) -> None:
         """A phase begins; a sign of life."""
@@ -156,6 +192,32 @@ class Guard:
         rows = [json.loads(path.read_text()) for path in paths if path.exists()]
         busy = [f"rank {row['rank']} is in phase {row['phase']!r} of step {row['step']} since {row['time']}" for row in rows if row["phase"] != WAITING]
         return f"; {', '.join(busy)}" if busy else ""
+
+
+class Console:
+    """stdout or stderr that may go away, as when `tee` or a terminal ends: what is written after that is dropped, and the run goes on."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        return self._do(lambda: self.stream.write(text), len(text))
+
+    def flush(self) -> None:
+        self._do(self.stream.flush, None)
+
+    def _do(self, action: Callable, otherwise):
+        try:
+            return action()
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), self.stream.fileno())  # for what other libraries print as well
+        return otherwise
 
 
 def heartbeat_path(run_dir: Path, rank: int) -> Path:

@@ -6,6 +6,9 @@ import os
 import resource
 import shutil
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from http.server import HTTPServer
@@ -18,7 +21,7 @@ from test_train import Failing, draw_nothing, refused, rows, write_config
 from tqdm import tqdm
 
 import train
-from lld import checkpoint, config, survive
+from lld import checkpoint, config, lock, survive
 
 STEPS = 4
 
@@ -90,12 +93,155 @@ class Alone:
 
 def test_a_second_signal_is_not_caught(tmp_path):
     guard, before = survive.Guard(), signal.getsignal(signal.SIGINT)  # a background job of a shell ignores SIGINT
+    guard.prepare()
     guard.watch(tmp_path, Alone, 0.0)
     os.kill(os.getpid(), signal.SIGTERM)
     assert guard.signal == signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGINT) == signal.SIG_DFL
     guard.close()
     assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_a_hangup_stops_the_run_like_sigterm_unless_nohup_ignores_it(tmp_path):
+    for ignored in (False, True):
+        guard, before = survive.Guard(), signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+        guard.prepare()
+        guard.watch(tmp_path, Alone, 0.0)
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert guard.signal == (0 if ignored else signal.SIGHUP)
+        guard.close()
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("phase, what", [
+    ("rollout", "is dropped and will be repeated, then the run stops with a checkpoint"), ("logs", "the step is logged, then the run stops"), ("report", "the report is finished. A second"),
+])  # fmt: skip
+def test_a_signal_says_what_becomes_of_the_phase_it_comes_in(tmp_path, capsys, phase, what):
+    guard = survive.Guard()
+    guard.prepare()
+    guard.watch(tmp_path, Alone, 0.0)
+    guard.phase(phase, 3)
+    os.kill(os.getpid(), signal.SIGTERM)
+    guard.close()
+    assert what in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_world_is_made_ends_in_one_line(folder, capsys, monkeypatch, number):
+    monkeypatch.setattr(train.tinyworld, "prepare", lambda *_: (os.kill(os.getpid(), number), time.sleep(5)))
+    message = refused(capsys, small(folder, "early_signal"), code=5)
+    assert f"{number.name} received while the run was prepared: nothing was trained" in message and "Traceback" not in message
+    assert not (folder / "early_signal").exists()
+
+
+def test_a_folder_in_use_is_refused_with_who_uses_it(folder, undisturbed, capsys):
+    """A fresh run, a resumed one, and one whose first process is gone while its second still writes."""
+    config = small(folder, "used")
+    held = lock.take(folder / "used")
+    message = refused(capsys, config)
+    assert f"is in use by process {os.getpid()} on {socket.gethostname()} (rank 0, since 20" in message and "or choose another run.dir" in message
+    held.release()
+    assert not (folder / "used").exists()  # nothing is left of a run that never began
+    shutil.copytree(undisturbed, folder / "used")
+    held, second = lock.take(folder / "used"), lock.take(folder / "used", rank=1)
+    held.release()
+    logged = (folder / "used" / "metrics.jsonl").read_bytes()
+    assert "is in use by" in refused(capsys, config, "--resume", "run.steps=9")
+    assert (folder / "used" / "metrics.jsonl").read_bytes() == logged
+    second.release()
+    assert train.main(["--config", str(config), "--resume"]) == 0
+    lock.take(folder / "used").release()  # given up by a run that is done
+
+
+def test_a_replay_of_a_box_in_use_is_refused(tmp_path, monkeypatch, capsys):
+    held = lock.take(tmp_path / "box" / "replays" / "unchanged")
+    monkeypatch.setattr(train.crashbox, "replay_options", lambda box, overrides: config.with_overrides({}, [f"run.dir={box}/replays/unchanged"]))
+    assert train.main(["--replay", str(tmp_path / "box")]) == 2 and "is in use by" in capsys.readouterr().err
+    held.release()
+
+
+def test_the_lock_goes_with_a_killed_process(tmp_path):
+    child = subprocess.Popen([sys.executable, "-c", f"import time; from pathlib import Path; from lld import lock; held = lock.take(Path({str(tmp_path)!r})); print('held', flush=True); time.sleep(60)"], stdout=subprocess.PIPE, cwd=ROOT)
+    assert child.stdout.readline() == b"held\n"
+    with pytest.raises(ValueError, match=f"in use by process {child.pid} on"):
+        lock.take(tmp_path)
+    child.kill()
+    child.wait()
+    child.stdout.close()
+    lock.take(tmp_path).release()
+
+
+PARENT = """
+import subprocess, sys
+subprocess.run([sys.executable, "-c", "from lld import lock; import os; print(lock.launcher() == os.getppid())"])
+"""
+
+
+def test_only_a_launcher_is_a_parent_to_follow(tmp_path):
+    clean = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
+    for name, follows in (("torchrun", True), ("accelerate", True), ("sweep.py", False)):
+        (tmp_path / name).write_text(PARENT)
+        done = subprocess.run([sys.executable, str(tmp_path / name)], capture_output=True, text=True, cwd=ROOT, env=clean | {"LOCAL_RANK": "0"})
+        assert done.stdout.strip() == str(follows), done.stderr
+
+
+def test_a_process_ends_with_its_killed_launcher(tmp_path):
+    """A real parent, killed with -9, and its child, which is told as by SIGTERM, once."""
+    parent = os.fork()
+    if not parent:
+        if os.fork():
+            time.sleep(60)
+        guard = survive.Guard()
+        guard.prepare(os.getppid())
+        guard.watch(tmp_path, Alone, 0.0)
+        (tmp_path / "ready").write_text("")
+        deadline = time.monotonic() + 30
+        while not guard.signal and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(1.2)  # a second signal would end the process here
+        (tmp_path / "end.partial").write_text(signal.Signals(guard.signal).name)
+        (tmp_path / "end.partial").rename(tmp_path / "end")
+        os._exit(0)
+    wait_for(tmp_path / "ready")
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    wait_for(tmp_path / "end")
+    assert (tmp_path / "end").read_text() == "SIGTERM"
+
+
+def wait_for(path: Path, timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not path.exists():
+        assert time.monotonic() < deadline, f"no {path}"
+        time.sleep(0.02)
+
+
+def test_a_closed_console_loses_no_step(tmp_path):
+    """As `train.py … 2>&1 | tee log` does when tee ends: writes to a pipe that nobody reads."""
+    out, into = os.pipe()
+    os.close(out)
+    child = os.fork()
+    if not child:
+        os.dup2(into, 1)
+        os.dup2(into, 2)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+        guard = survive.Guard()
+        guard.prepare()
+        try:
+            for _ in range(3):
+                print("a step", flush=True)
+                tqdm.write("a warning", file=sys.stderr)
+                sys.stderr.flush()
+                os.write(2, b"from C")
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    os.close(into)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_options_may_stand_on_both_sides_of_a_flag(folder, capsys):
+    assert "run.steps was" not in refused(capsys, folder / "nowhere.yaml", "run.steps=3", "--resume", "run.seed=3")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -115,11 +261,11 @@ def test_the_watchdog_names_rank_phase_and_stacks_and_saves_what_stands(tmp_path
         time.sleep(0.8)
     assert not ended.is_set()
     assert ended.wait(60) and codes == [survive.HUNG]
+    assert json.loads((tmp_path / "heartbeat.json").read_text())["phase"] == "rollout"
     guard.close()
     message = capsys.readouterr().err
     assert "rank 0 has shown no sign of life for 3 s (run.watchdog_s) in phase 'rollout' of step 3" in message and "Saved" in message and "step_000003; continue with --resume" in message
     assert "test_the_watchdog_names_rank" in (tmp_path / "watchdog-rank0.txt").read_text()  # the stack of the thread that slept
-    assert json.loads((tmp_path / "heartbeat.json").read_text())["phase"] == "rollout"
 
 
 class Second:
@@ -153,7 +299,7 @@ def test_the_heartbeat_says_how_fast_and_how_long(undisturbed, tmp_path, capsys)
     assert (told["step_s"], told["tokens_per_s"], told["eta_s"]) == (4.0, 1250.0, 3.0 * 89) and told["memory_gb"] > 0
     assert capsys.readouterr().out.count("tokens/s") == 1  # at most a line a minute
     last = json.loads((undisturbed / "heartbeat.json").read_text())
-    assert last["step"] == STEPS - 1 and last["eta_s"] == 0.0
+    assert last["step"] == STEPS - 1 and last["eta_s"] == 0.0 and last["phase"] == "done"
     assert "heartbeat" not in (undisturbed / "metrics.jsonl").read_text()
 
 
