@@ -5,7 +5,8 @@ checkpoints work here and ours work there. What differs is what Search-R1 gets w
 """
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 STOP_STRINGS = ("</search>", "</answer>")
 
@@ -24,11 +25,16 @@ INVALID_ACTION = (
 OBSERVATION_HEAD = "\n\n<information>"
 OBSERVATION_TAIL = "</information>\n\n"
 
-# The protocol's own sentences, quoted by a model, look like actions. Search-R1 searches for "and" and scores "and".
+# The protocol's own sentences, quoted by a model, look like searches. Search-R1 searches for "and".
 QUOTED_SEARCHES = ("and", "query")
-QUOTED_ANSWERS = ("and",)
 
-_TAG = re.compile(r"<\s*(/?)\s*(think|search|information|answer)\s*>", re.IGNORECASE)
+CHARS_PER_TOKEN = 16  # of a passage are read, for each token of the budget; ordinary text has 2 to 5
+MIN_PASSAGE_CHARS = 8192  # are read whatever the budget
+
+# Two `\s*` side by side around an optional `/` would take quadratic time on white space.
+_TAG = re.compile(r"<\s*(/\s*)?(think|search|information|answer)\s*>", re.IGNORECASE)
+_MARKUP = re.compile(r"[<\[].*[>\]]", re.DOTALL)
+_BRACKETS = str.maketrans("<>[]", "()()")
 
 
 @dataclass(frozen=True)
@@ -56,19 +62,22 @@ def question_prompt(question: str) -> str:
 
 def encode_prompt(tokenizer, question: str) -> list[int]:
     """Token ids of a question's prompt: through the chat template if the tokenizer has one (Search-R1 does so for base
-    models too), as raw text otherwise. Control tokens in the question's text are read as text."""
-    message = question_prompt(_without_controls(question, tokenizer))
-    if tokenizer.chat_template is None:
-        return tokenizer.encode(message)
-    text = tokenizer.apply_chat_template([{"role": "user", "content": message}], add_generation_prompt=True, tokenize=False)
-    return tokenizer.encode(text, add_special_tokens=False)
+    models too), as raw text otherwise, and then without a BOS, as verl does. Control tokens in the question's text are
+    read as text."""
+    controls = control_tokens(tokenizer)
+    message = question_prompt(_as_text(question, tokenizer, lambda text: _respell(text, controls)))
+    if tokenizer.chat_template is not None:
+        message = tokenizer.apply_chat_template([{"role": "user", "content": message}], add_generation_prompt=True, tokenize=False)
+    return tokenizer.encode(message, add_special_tokens=False)
 
 
-def parse_action(text: str) -> Action:
+def parse_action(text: str, specials: re.Pattern | None = None) -> Action:
     """The action in one turn's text, which the sampler has stopped at the first closing tag.
 
-    The closing tag that comes first decides, and the nearest opening tag before it begins the content. An empty content,
-    or the protocol's own sentence quoted ("<search> and </search>"), is invalid: Search-R1 sends both to the retriever.
+    The closing tag that comes first decides, and the nearest opening tag before it begins the content, from which what
+    `specials` matches is taken out (Search-R1 decodes without special tokens). An empty query, or the protocol's own
+    sentence quoted ("<search> and </search>"), is invalid: Search-R1 sends both to the retriever. Any answer is one, as
+    in Search-R1: an empty or quoted one ends the episode too, and is wrong.
     """
     ends = [(text.find(stop), stop) for stop in STOP_STRINGS if stop in text]
     if not ends:
@@ -78,9 +87,9 @@ def parse_action(text: str) -> Action:
     start = text.rfind(f"<{kind}>", 0, end)
     if start < 0:
         return Action("invalid")
-    content = text[start + len(kind) + 2 : end].strip()
-    quoted = QUOTED_SEARCHES if kind == "search" else QUOTED_ANSWERS
-    if not content or content in quoted:
+    content = text[start + len(kind) + 2 : end]
+    content = (specials.sub("", content) if specials else content).strip()
+    if kind == "search" and (not content or content in QUOTED_SEARCHES):
         return Action("invalid")
     return Action(kind, content)
 
@@ -92,18 +101,46 @@ def tag_offset(text: str, kind: str) -> int:
 
 def defuse(text: str) -> str:
     """Retrieved text with every protocol tag made harmless: `</answer>` becomes `(/answer)`."""
-    return _TAG.sub(lambda match: f"({match[1]}{match[2].lower()})", text)
+    return _TAG.sub(lambda match: f"({(match[1] or '')[:1]}{match[2].lower()})", text)
 
 
-def _without_controls(text: str, tokenizer) -> str:
-    """`text` with the tokenizer's special tokens spelled so that they encode as text: `<|im_end|>` becomes `(|im_end|)`.
+def is_blank(text: str) -> bool:
+    """Whether there is nothing in `text` to be seen: only white space, control and zero-width characters."""
+    return not any(char.isprintable() and not char.isspace() for char in text)
 
-    Those without a role (Llama 3's `<|eot_id|>`) are not among `all_special_tokens`.
+
+def control_tokens(tokenizer, added: bool = True) -> re.Pattern:
+    """Matches the text of every special token, with a role or without (Llama 3's `<|eot_id|>`), and with `added` of every
+    added token that is spelled like one (Qwen's `<tool_call>`, `<|fim_pad|>`).
+
+    Other added tokens are text (words, runs of spaces), and so are the protocol's own tags, which a user may have added.
     """
-    for token in {*tokenizer.all_special_tokens, *(str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)}:
-        if token in text:
-            text = text.replace(token, re.sub(r"[<>\[\]]", lambda bracket: "()"[bracket[0] in ">]"], token))
-    return text
+    known = tokenizer.added_tokens_decoder.values()
+    texts = {*tokenizer.all_special_tokens, *(str(t) for t in known if t.special or added and _MARKUP.fullmatch(str(t).strip()))}
+    if normalizer := _normalizer(tokenizer):  # a token may be matched as the tokenizer normalizes it
+        texts |= {normalizer.normalize_str(text) for text in texts}
+    longest_first = sorted((text for text in texts if text.strip() and not _TAG.fullmatch(text)), key=lambda text: (-len(text), text))
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _respell(text: str, controls: re.Pattern) -> str:
+    """`text` with control tokens spelled so that they encode as text: `<|im_end|>` becomes `(|im_end|)`, `EOT` becomes `E OT`."""
+    respelled = lambda token: token.translate(_BRACKETS) if token.translate(_BRACKETS) != token else f"{token[0]} {token[1:]}"
+    return controls.sub(lambda match: respelled(match[0]), text)
+
+
+def _normalizer(tokenizer):
+    """The tokenizer's normalizer, None where it has none."""
+    return getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+
+
+def _as_text(text: str, tokenizer, clean: Callable[[str], str]) -> str:
+    """`clean(text)`, also of what only the tokenizer's own normalizer makes a tag or a control token (NFKC, lower case)."""
+    text, normalizer = clean(text), _normalizer(tokenizer)
+    if normalizer is None:
+        return text
+    normal = normalizer.normalize_str(text)
+    return text if clean(normal) == normal else clean(normal)
 
 
 def passage_text(passage: Passage, rank: int) -> str:
@@ -112,18 +149,28 @@ def passage_text(passage: Passage, rank: int) -> str:
     return f"Doc {rank}(Title: {defuse(title)}) {defuse(text)}\n"
 
 
+def shorten(passage: Passage, max_tokens: int) -> Passage:
+    """The passage without what an observation of `max_tokens` could not show: megabytes are neither parsed nor encoded."""
+    limit = max(CHARS_PER_TOKEN * max_tokens, MIN_PASSAGE_CHARS)
+    return passage if len(passage.contents) <= limit else replace(passage, contents=passage.contents[:limit])
+
+
 def render_observation(tokenizer, passages: list[Passage], max_tokens: int) -> tuple[list[int], int]:
     """Token ids of '\\n\\n<information>Doc 1(Title: …) …</information>\\n\\n', at most `max_tokens`, and how many passages were cut.
 
     Every passage gets an equal share of the budget and what shorter ones leave goes to the longer ones, so that all are
     seen and the block always closes. (Search-R1 cuts the joined block at 500 ids: the last passages and the closing tag
-    are lost.) Raises ValueError if the budget cannot hold the empty block.
+    are lost.) No passages give an empty block. Raises ValueError if the budget cannot hold the empty block.
     """
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
-    texts = [_without_controls(passage_text(passage, rank), tokenizer) for rank, passage in enumerate(passages, start=1)]
+    controls = control_tokens(tokenizer)
+    clean = lambda text: _respell(defuse(text), controls)
+    shown = [shorten(passage, max_tokens) for passage in passages]
+    was_long = [short is not passage for short, passage in zip(shown, passages, strict=True)]
+    texts = [_as_text(passage_text(passage, rank), tokenizer, clean) for rank, passage in enumerate(shown, start=1)]
     whole = encode(OBSERVATION_HEAD + "".join(texts).strip() + OBSERVATION_TAIL)
     if len(whole) <= max_tokens:
-        return whole, 0
+        return whole, sum(was_long)
     head, tail = encode(OBSERVATION_HEAD), encode(OBSERVATION_TAIL)
     pieces = [encode(text) for text in texts]
     room = max_tokens - len(head) - len(tail)
@@ -133,7 +180,7 @@ def render_observation(tokenizer, passages: list[Passage], max_tokens: int) -> t
     for waiting, index in enumerate(sorted(range(len(pieces)), key=lambda i: len(pieces[i]))):
         share = room // (len(pieces) - waiting)
         kept[index] = pieces[index][:share]
-        num_cut += len(pieces[index]) > share
+        num_cut += len(pieces[index]) > share or was_long[index]
         room -= len(kept[index])
     return head + [token for index in range(len(pieces)) for token in kept[index]] + tail, num_cut
 

@@ -66,11 +66,12 @@ def pieces(decode, token_ids: list[int]) -> list[str]:
     texts, done, begin = [], "", 0
     for end in range(1, len(token_ids) + 1):
         text = decode(token_ids[begin:end])
-        if text.endswith("\ufffd") and end < len(token_ids):
-            texts.append("")
-            continue
+        held = text.endswith("\ufffd") and end < len(token_ids)  # perhaps a character of which the rest is to come
+        text = text[:-1] if held else text
         texts.append(text[len(done) :])
         done = text
         if end - begin >= 32:  # a window, or the cost of a long episode is quadratic
-            begin, done = end - 1, decode(token_ids[end - 1 : end])
+            begin = end - 8  # more tokens than a character has bytes
+            done = decode(token_ids[begin:end])
+            done = done[:-1] if held else done
     return texts

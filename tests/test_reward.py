@@ -3,7 +3,7 @@
 import pytest
 
 from lld.config import Reward
-from lld.protocol import INVALID_ACTION, Passage, parse_action, passage_text
+from lld.protocol import INVALID_ACTION, Passage, passage_text
 from lld.reward import cover_exact_match, exact_match, format_score, normalize_answer, retrieval_correct, score_text, token_f1, valid_format
 
 EM, F1, COVER, FORMAT = (Reward(kind=kind) for kind in ("em", "f1", "cover_em", "format"))
@@ -136,9 +136,6 @@ def test_a_turn_that_was_told_it_was_invalid_makes_the_format_invalid():
 def test_the_invalid_action_message_is_no_answer():
     """Search-R1 finds "<answer> and </answer>" in its own message and pays 0.1 for the answer "and"."""
     assert score_text(["hm"], [INVALID_ACTION], None, ["and"], FORMAT) == 0.0
-    quoted = "<think>a</think><answer> and </answer>"
-    assert parse_action(quoted).kind == "invalid"
-    assert score_text([quoted], [INVALID_ACTION], None, ["and"], FORMAT) == 0.0
 
 
 @pytest.mark.parametrize("eos", ["<|im_end|>", "<|endoftext|>", "</s>"])
