@@ -45,6 +45,7 @@ from lld.rollout import check_prompts, rollout
 from lld.tools import RetrieverError, Unplayed, check_health, make_search
 from lld.update import learning_rate, score_batch, update_policy
 
+MAX_EMPTY_GROUPS = 0.5  # share of a step's groups that may be dropped because a query found nothing; beyond it those that never search would be favoured
 MAX_IDLE_STEPS = 3  # steps in a row without a single finite gradient, after which a run ends
 
 
@@ -152,7 +153,7 @@ def train(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
         alone = not (sharding.is_sharded(parts.bare) or cfg.optim.cpu_in_rollout)  # whether this process has all that a checkpoint needs
         guard.rescue = functools.partial(write_checkpoint, parts, cfg, step) if box is None and alone else None
         with sharding.optimizer_on_cpu(parts.optimizer, cfg.optim.cpu_in_rollout):
-            episodes, failure = play(parts, cfg, step) if box is None else (crashbox.read_episodes(box, step), None)
+            episodes, found, failure = play(parts, cfg, step) if box is None else (crashbox.read_episodes(box, step), {}, None)
         if failure:
             return stop(parts, cfg, step, *reason(parts, failure))
         clock.lap("rollout")
@@ -160,7 +161,7 @@ def train(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
         guard.rescue = None
         keep_for_later(parts, cfg, step, episodes)
         learned, update_rows, batch = learn(parts, cfg, step, episodes, clock)
-        row |= learned
+        row |= learned | found
         broken = not_finite(parts, row, cfg.optim.updates_per_rollout)
         if broken:
             return give_up(parts, cfg, step, broken)
@@ -372,11 +373,12 @@ def new_engine(parts: Parts, cfg: config.Config, sampling: config.Rollout | conf
     )  # fmt: skip
 
 
-def play(parts: Parts, cfg: config.Config, step: int) -> tuple[list[Episode], str | None]:
-    """The step's episodes, question by question, on every process, without the groups in which a search failed.
+def play(parts: Parts, cfg: config.Config, step: int) -> tuple[list[Episode], dict, str | None]:
+    """The step's episodes, question by question, on every process, without the groups in which a search failed or, unless
+    `retriever.empty_results` is "show", found nothing; and what the row of metrics says of the latter.
 
-    Where more groups failed than `rollout.max_failed_groups` allows, on all processes together: none, and why. Each process
-    plays whole groups of every num_processes-th question.
+    Where more groups failed than `rollout.max_failed_groups` allows, or found nothing than MAX_EMPTY_GROUPS, on all
+    processes together: no episodes, and why. Each process plays whole groups of every num_processes-th question.
     """
     accelerator, options = parts.accelerator, cfg.rollout
     questions = questions_of_step(parts.questions, step, options.num_questions, cfg.run.seed)
@@ -390,19 +392,38 @@ def play(parts: Parts, cfg: config.Config, step: int) -> tuple[list[Episode], st
                 new_engine(parts, cfg, options), parts.tokenizer, [question for _, question in mine], parts.search, num_samples=options.group_size, seed=cfg.run.seed, step=step, repeats=repeats,
                 max_turns=options.max_turns, max_new_tokens=options.max_new_tokens, max_observation_tokens=options.max_observation_tokens,
                 max_episode_tokens=options.max_episode_tokens, max_failed_groups=int(options.max_failed_groups * len(questions)),
-                overlap_search=options.overlap_search, progress=parts.guard.ticks(progress),
+                empty_results=cfg.retriever.empty_results, overlap_search=options.overlap_search, progress=parts.guard.ticks(progress),
             )  # fmt: skip
     except Unplayed as error:
         failure = str(error)
     failures = [text for text in gather_object([failure]) if text]
     if failures:
-        return [], failures[0]
+        return [], {}, failures[0]
     groups = [(index, played[i * options.group_size : (i + 1) * options.group_size]) for i, (index, _) in enumerate(mine)]
-    groups = sorted(gather_object(groups), key=lambda group: group[0])
-    failures = [next(e.failure for e in group if e.failure) for _, group in groups if any(e.failure for e in group)]
+    groups = [group for _, group in sorted(gather_object(groups), key=lambda group: group[0])]
+    kept, failures, empty = sort_groups(groups)
     if len(failures) > options.max_failed_groups * len(questions):
-        return [], failures[0]
-    return [episode for _, group in groups if not any(e.failure for e in group) for episode in group], None
+        return [], {}, failures[0]
+    if len(empty) > MAX_EMPTY_GROUPS * len(questions) or empty and len(kept) < cfg.optim.updates_per_rollout:
+        return [], {}, (
+            f"{len(empty)} of {len(questions)} groups were dropped for a search without a passage ({empty[0]}, for one): mend the index, "
+            "or set retriever.empty_results=show, which shows the model an empty block and which a resumed run may change"
+        )
+    return kept, {"empty_groups": len(empty) / len(questions)}, None
+
+
+def sort_groups(groups: list[list[Episode]]) -> tuple[list[Episode], list[str], list[str]]:
+    """The episodes of the groups in which every search found something, and why the others are dropped: failed, found nothing."""
+    kept, failures, empty = [], [], []
+    for group in groups:
+        reasons = {episode.stop_reason: episode.failure for episode in group if episode.failure}
+        if "failed_search" in reasons:
+            failures.append(reasons["failed_search"])
+        elif reasons:
+            empty.append(reasons["empty_search"])
+        else:
+            kept += group
+    return kept, failures, empty
 
 
 def evaluate(parts: Parts, cfg: config.Config, num_steps: int) -> dict[str, float]:

@@ -20,7 +20,7 @@ BENCHMARKS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wiki", "musique", "bamboo
 RESUMABLE = (
     "run.dir", "run.steps", "run.save_every", "run.keep_checkpoints", "run.watchdog_s", "run.trackers", "optim.micro_batch_size",
     "optim.micro_batch_tokens", "rollout.num_slots", "rollout.cuda_graphs", "rollout.max_failed_groups", "retriever.url", "retriever.replicas", "retriever.timeout_s",
-    "retriever.deadline_s", "retriever.retries", "retriever.record",
+    "retriever.deadline_s", "retriever.retries", "retriever.record", "retriever.empty_results",
 )  # fmt: skip
 
 
@@ -122,6 +122,7 @@ class Retriever:
     deadline_s: float = 120.0  # of a search with all its attempts
     retries: int = 3
     topk: int = 3
+    empty_results: Literal["drop", "show"] = "drop"  # a query that finds nothing drops its question's group | shows an empty block, as Search-R1 does; evaluation always shows it
     record: str | None = None  # file that keeps every query and its passages
     replay: str | None = None  # such a file, which then answers instead of a server or an index
     # What follows is read by retriever_server.py, and in this process where url is null.
@@ -441,6 +442,8 @@ def _validate_retriever(cfg: Config) -> None:
     _refuse_unread(cfg, "retriever", ["dtype"], options.backend != "torch", f"retriever.backend = {options.backend!r}")
     _refuse_unread(cfg, "retriever", ["faiss_params", "rerank"], options.backend != "faiss", f"retriever.backend = {options.backend!r}")
     _refuse_unread(cfg, "retriever", ["oracle_questions"], options.backend != "oracle", f"retriever.backend = {options.backend!r}")
+    finds_always = options.url is None and options.replay is None and options.backend != "faiss"
+    _refuse_unread(cfg, "retriever", ["empty_results"], finds_always, f"retriever.backend = {options.backend!r} in this process, which finds something for every query")
     _refuse_unread(cfg, "retriever", ["record"], options.replay is not None, f"retriever.replay = {options.replay!r}")
     if options.backend == "oracle" and options.oracle_questions is None:
         raise ValueError("retriever.backend = 'oracle' needs retriever.oracle_questions: the questions whose gold answers it is to find")

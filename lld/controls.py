@@ -32,7 +32,8 @@ class RandomSearch:
 class EmptySearch:
     """One passage that says, in so many words, that nothing is found: does searching matter?
 
-    It is text on purpose: a search that *failed* never becomes text, so this control cannot be mistaken for an outage.
+    It is text on purpose: a search that failed or found nothing never becomes a passage, so this control cannot be
+    mistaken for either, and no group is dropped for it, whatever `retriever.empty_results` says.
     """
 
     backend, encoder = "empty", None

@@ -36,8 +36,9 @@ class Episode:
 
     `token_ids`, `action_ids` and `logprobs` have equal length and exclude the prompt. `action_ids[t]` is 0 for a token the
     model did not write and k for a token of its k-th action; `logprobs[t]` is that of the distribution it was sampled
-    from (0.0 where action_ids is 0). `stop_reason` is "answer", "turns" (out of turns), "length" (out of context) or
-    "failed_search", of which `failure` says why; such an episode is never trained on.
+    from (0.0 where action_ids is 0). `stop_reason` is "answer", "turns" (out of turns), "length" (out of context),
+    "failed_search" or "empty_search" (one that found nothing); of the last two `failure` says more, and such an episode is
+    never trained on.
     """
 
     question: Question

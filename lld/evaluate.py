@@ -79,6 +79,7 @@ def evaluate_questions(
             max_new_tokens=cfg.rollout.max_new_tokens,
             max_observation_tokens=cfg.rollout.max_observation_tokens,
             max_episode_tokens=cfg.rollout.max_episode_tokens,
+            empty_results="show",  # every question is scored, and nothing is learned from the empty block
             overlap_search=cfg.rollout.overlap_search,
             progress=progress,
         )

@@ -18,7 +18,8 @@ from lld.reward import exact_match
 
 GLOSSARY = {
     "step": "rollout step, from 0",
-    "failed_groups": "share of the step's groups dropped because a search of theirs failed; 0",
+    "failed_groups": "share of the step's groups dropped because a search of theirs failed or found nothing; 0",
+    "empty_groups": "share of the step's groups dropped because a query of theirs found nothing (retriever.empty_results); 0",
     "reward/mean": "mean reward of all episodes; rises, then levels off",
     "reward/std": "mean over questions of the (unbiased) standard deviation within a group; 0 leaves nothing to learn",
     "reward/mixed_groups": "share of groups whose episodes differ in reward; only these move the policy",

@@ -18,7 +18,8 @@ class Recording:
     """A file of searches, shared by all threads and processes of a run; a kill loses nothing that was answered.
 
     The first answer to a query is kept and given from then on, to every process: so what a recorded run saw is what its
-    replay sees, even where an index breaks ties one way today and another way tomorrow. Failed searches are not recorded.
+    replay sees, even where an index breaks ties one way today and another way tomorrow. Failed searches are not recorded;
+    those that found nothing are.
     """
 
     def __init__(self, path: str, topk: int, search: Callable[[list[str]], list[list[Passage]]] | None = None, fingerprint: str | None = None):
@@ -58,13 +59,13 @@ class Recording:
         found = self._look_up(queries)
         new = [query for query in dict.fromkeys(queries) if query not in found]
         if new:
-            rows = [(query, self.topk, json.dumps([[p.id, p.contents, p.score] for p in passages])) for query, passages in zip(new, self.search(new), strict=True) if passages]
+            rows = [(query, self.topk, json.dumps([[p.id, p.contents, p.score] for p in passages])) for query, passages in zip(new, self.search(new), strict=True)]
             with self.lock:
                 self.file.execute("BEGIN IMMEDIATE")
                 self.file.executemany("INSERT OR IGNORE INTO searches VALUES (?, ?, ?)", rows)
                 self.file.execute("COMMIT")
             found |= self._look_up(new)
-        return [found.get(query, []) for query in queries]
+        return [found[query] for query in queries]
 
     def replay(self, queries: list[str]) -> list[list[Passage]]:
         """The recorded passages; ValueError for a query that was never asked."""

@@ -50,6 +50,7 @@ def rollout(
     max_observation_tokens: int,
     max_episode_tokens: int,
     max_failed_groups: int = 0,
+    empty_results: str = "drop",
     overlap_search: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> list[Episode]:
@@ -60,9 +61,11 @@ def rollout(
     Searches of several episodes are sent together. With `overlap_search` they run in threads while other slots decode,
     so the order of events depends on the clock; without, the loop waits and a seed repeats every bit. A failed search never
     becomes text: its episodes end with `failure` set, and with more than `max_failed_groups` questions among them the
-    RetrieverError is raised.
+    RetrieverError is raised. A search that found nothing is shown as an empty block where `empty_results` is "show"; with
+    "drop" its episode, and no other, ends with `failure` set and the stop reason "empty_search", which no limit counts.
     """
-    talk = _Conversation(engine, tokenizer, max_turns, max_new_tokens, max_observation_tokens, max_episode_tokens, max_failed_groups, progress)
+    budgets = (max_turns, max_new_tokens, max_observation_tokens, max_episode_tokens, max_failed_groups)
+    talk = _Conversation(engine, tokenizer, *budgets, empty_results, progress)
     for index, question in enumerate(questions):
         prompt_ids = protocol.encode_prompt(tokenizer, question.text)
         for sample in range(num_samples):
@@ -93,10 +96,11 @@ def rollout(
 class _Conversation:
     """What has been said so far, in every episode of one rollout."""
 
-    def __init__(self, engine, tokenizer, max_turns, max_new_tokens, max_observation_tokens, max_episode_tokens, max_failed_groups, progress):
+    def __init__(self, engine, tokenizer, max_turns, max_new_tokens, max_observation_tokens, max_episode_tokens, max_failed_groups, empty_results, progress):
         self.engine, self.tokenizer, self.progress = engine, tokenizer, progress
         self.max_turns, self.max_new_tokens = max_turns, max_new_tokens
         self.max_observation_tokens, self.max_episode_tokens, self.max_failed_groups = max_observation_tokens, max_episode_tokens, max_failed_groups
+        self.empty_results, self.specials = empty_results, protocol.control_tokens(tokenizer, added=False)
         self.invalid_ids = tokenizer.encode(protocol.INVALID_ACTION, add_special_tokens=False)
         self.episodes: dict[tuple, Episode] = {}
         self.asking: list[tuple[tuple, str]] = []  # (key, query) not sent yet
@@ -105,7 +109,7 @@ class _Conversation:
         """Records a turn the moment it was sampled, and decides what happens next."""
         episode = self.episodes[stopped.key]
         text = self.tokenizer.decode(stopped.token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        action = protocol.parse_action(text)
+        action = protocol.parse_action(text, self.specials)
         start = len(episode.token_ids)
         episode.token_ids += stopped.token_ids
         episode.logprobs += stopped.logprobs
@@ -132,19 +136,21 @@ class _Conversation:
             return
         assert len(keys) == len(results)
         for key, passages in zip(keys, results):
-            if not passages:
-                self._fail(key, f"no passage for the query {self.episodes[key].turns[-1].content!r}: an empty observation would be learned from; mend the index")
-                continue
             turn = self.episodes[key].turns[-1]
+            if not passages and self.empty_results == "drop":
+                self.episodes[key].failure = f"the query {turn.content!r} found nothing"
+                self._finish(key, "empty_search")
+                continue
             observation_ids, turn.num_cut_passages = protocol.render_observation(self.tokenizer, passages, self.max_observation_tokens)
-            turn.passages, turn.searched = tuple(passages), True
+            turn.passages = tuple(protocol.shorten(passage, self.max_observation_tokens) for passage in passages)
+            turn.searched = True
             self._reply(key, observation_ids)
 
     def _fail(self, key: tuple, reason: str) -> None:
         self.episodes[key].failure = reason
-        if len({key[0] for key, episode in self.episodes.items() if episode.failure}) > self.max_failed_groups:
-            raise RetrieverError(reason)
         self._finish(key, "failed_search")
+        if len({key[0] for key, episode in self.episodes.items() if episode.stop_reason == "failed_search"}) > self.max_failed_groups:
+            raise RetrieverError(reason)
 
     def _reply(self, key: tuple, observation_ids: list[int]) -> None:
         episode = self.episodes[key]

@@ -1,10 +1,12 @@
 """Tools as functions: a list of queries in, a list of passages for each out. Search over HTTP, or in this process.
 
 A search that fails raises `RetrieverError` after bounded retries within a deadline. It never becomes an empty passage, which
-the policy would learn from: the rollout marks the episodes, and their groups are dropped.
+the policy would learn from: the rollout marks the episodes, and their groups are dropped. An empty list is an answer: nothing
+was found (`retriever.empty_results`).
 """
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 import httpx
 
 from lld.config import Retriever
-from lld.protocol import Passage
+from lld.protocol import Passage, is_blank
 from lld.recording import Recording
 
 BACKOFF_S = 0.5  # before the first retry; doubled before each later one
@@ -43,7 +45,7 @@ class ServerFault(RetrieverError):
 
 
 class Malformed(RetrieverError):
-    """A reply that is not one list of passages for every query."""
+    """A reply that is not one list of passages, which may be empty, for every query."""
 
 
 class Refused(RetrieverError):
@@ -64,7 +66,8 @@ def endpoint(url: str) -> str:
 def read_result(body: object, num_queries: int, topk: int) -> list[list[Passage]]:
     """The passages in Search-R1's reply {"result": [[{"document": {"id", "contents"}, "score"}, …], …]}, at most `topk` each.
 
-    Bare documents and a missing id or score are taken too. ValueError says what is wrong with anything else, an empty list included.
+    Bare documents and a missing id or score are taken too; documents with nothing to be seen in them are left out, so a
+    query may have no passage. ValueError says what is wrong with anything else.
     """
     result = body.get("result") if isinstance(body, dict) else None
     if not isinstance(result, list):
@@ -73,18 +76,27 @@ def read_result(body: object, num_queries: int, topk: int) -> list[list[Passage]
         raise ValueError(f"{len(result)} results for {num_queries} queries")
     hits = []
     for number, items in enumerate(result, start=1):
-        if not isinstance(items, list) or not items:
-            raise ValueError(f"no passage for query {number} of {num_queries}")
-        passages = []
-        for item in items[:topk]:
-            document = item.get("document", item) if isinstance(item, dict) else None
-            contents = document.get("contents") if isinstance(document, dict) else None
-            if not isinstance(contents, str) or not contents.strip():
-                raise ValueError(f'a passage without "contents" for query {number} of {num_queries}')
-            score = item.get("score")
-            passages.append(Passage(str(document.get("id", "")), contents, float(score) if isinstance(score, (int, float)) else 0.0))
-        hits.append(passages)
+        if not isinstance(items, list):
+            raise ValueError(f"no list of passages for query {number} of {num_queries}")
+        passages = [_read_passage(item, f"query {number} of {num_queries}") for item in items[:topk]]
+        hits.append([passage for passage in passages if not is_blank(passage.contents)])
     return hits
+
+
+def _read_passage(item: object, where: str) -> Passage:
+    document = item.get("document", item) if isinstance(item, dict) else None
+    contents = document.get("contents") if isinstance(document, dict) else None
+    if not isinstance(contents, str):
+        raise ValueError(f'a passage without "contents" for {where}')
+    # Half characters (lone surrogates, which JSON can spell) become U+FFFD: no tokenizer and no file takes them.
+    whole = lambda text: text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    name, score = document.get("id"), item.get("score")
+    is_number = lambda value: isinstance(value, (int, float)) and not isinstance(value, bool)
+    try:
+        score = float(score) if is_number(score) else 0.0
+    except OverflowError:
+        score = math.inf
+    return Passage(whole(str(name)) if isinstance(name, str) or is_number(name) else "", whole(contents), score if math.isfinite(score) else 0.0)
 
 
 class Client:
@@ -154,9 +166,10 @@ class Client:
         found = []
         for address in self.addresses:
             try:
-                found.append(self.http.get(address.removesuffix("/retrieve") + "/health", timeout=self.timeout_s).json()["fingerprint"])
-            except (httpx.HTTPError, ValueError, KeyError, TypeError):
-                found.append(None)
+                fingerprint = self.http.get(address.removesuffix("/retrieve") + "/health", timeout=self.timeout_s).json()["fingerprint"]
+            except (httpx.HTTPError, ValueError, KeyError, TypeError, RecursionError):
+                fingerprint = None
+            found.append(fingerprint if isinstance(fingerprint, str) else None)
         return found
 
 

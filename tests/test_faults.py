@@ -5,6 +5,7 @@ import random
 import socket
 import struct
 import time
+import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock, Thread
 
@@ -63,9 +64,9 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("faults")
 
 
-def run(folder, name, monkeypatch, share, **rollout):
+def run(folder, name, monkeypatch, share, server_class=Unreliable, arguments=(), **rollout):
     """Trains against such a server; returns exit code, its handler, and the episodes of every step that was trained on."""
-    handler = type("Handler", (Unreliable,), {"draw": random.Random(1), "share": 0.0, "served": 0, "faults": [], "good": [], "lock": Lock()})
+    handler = type("Handler", (server_class,), {"draw": random.Random(1), "share": 0.0, "served": 0, "faults": [], "good": [], "lock": Lock()})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
@@ -84,7 +85,7 @@ def run(folder, name, monkeypatch, share, **rollout):
     with monkeypatch.context() as patch:
         patch.setattr(train, "collate", spy)
         patch.setattr(train, "check_health", lambda options: (check_health(options), setattr(handler, "share", share)))
-        code = train.main(["--config", str(write_config(folder, name, **tree))])
+        code = train.main(["--config", str(write_config(folder, name, **tree)), *arguments])
     server.shutdown()
     server.server_close()
     return code, handler, trained
@@ -122,6 +123,37 @@ def test_above_the_rate_the_run_stops_with_a_checkpoint(folder, monkeypatch, cap
     message = capsys.readouterr().err
     assert code == 3 and not trained and "Nothing was trained on the failed search" in message and "last reason" in message
     assert (folder / "too-faulty" / "checkpoints" / "step_000000" / "manifest.json").exists() and len(handler.faults) >= 1
+
+
+class Choosy(Unreliable):
+    """Finds nothing for one query in `every`, by its hash, and passages for all others."""
+
+    every = 7
+
+    def do_POST(self):
+        queries = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["queries"]
+        found = [[] if zlib.crc32(query.encode()) % self.every == 0 else [{"document": {"id": "0", "contents": f'"T"\nabout {query}'}}] for query in queries]
+        body = json.dumps({"result": found}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def test_queries_that_find_nothing_cost_their_own_groups_and_a_resumed_run_can_go_on(folder, monkeypatch, capsys):
+    """One such query took all groups of its request with it, and the run stopped, again and again at the same place."""
+    code, _, trained = run(folder, "choosy", monkeypatch, 0, Choosy, max_failed_groups=0.0)
+    logged = rows(folder / "choosy")
+    dropped = pytest.approx([1 - len(episodes) / 18 for episodes in trained])
+    assert code == 0 and [row["empty_groups"] for row in logged] == dropped and [row["failed_groups"] for row in logged] == dropped
+    assert 0 < sum(row["empty_groups"] for row in logged) < 2
+    Nothing = type("Nothing", (Choosy,), {"every": 1})
+    code, _, trained = run(folder, "nothing", monkeypatch, 0, Nothing)
+    message = capsys.readouterr().err
+    assert code == 3 and not trained and "groups were dropped for a search without a passage (the query " in message and "set retriever.empty_results=show" in message
+    code, _, trained = run(folder, "nothing", monkeypatch, 0, Nothing, arguments=["--resume", "retriever.empty_results=show"])
+    assert code == 0 and [len(episodes) for episodes in trained] == [18] * 4 and all(row["empty_groups"] == 0 for row in rows(folder / "nothing"))
+    assert any(turn.searched and not turn.passages for episode in trained[0] for turn in episode.turns)
 
 
 def failing_once(queries):

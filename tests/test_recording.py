@@ -39,10 +39,14 @@ def test_the_first_answer_holds_where_two_ask_at_once(tmp_path):
     assert all(found[i] == found[8 * (i // 8)] for i in range(160))
 
 
+def test_what_found_nothing_is_recorded_too(tmp_path):
+    path, search = str(tmp_path / "x"), lambda queries: [[] if query == "the" else [Passage("1", query)] for query in queries]
+    seen = Recording(path, 3, search, "index").record(["the", "a"])
+    assert seen == [[], [Passage("1", "a")]] and Recording(path, 3, Fickle(), "index").record(["the", "a"]) == seen == Recording(path, 3).replay(["the", "a"])
+
+
 def test_what_was_not_asked_is_named_and_what_failed_is_not_kept(tmp_path):
     path = str(tmp_path / "x")
-    empty = Recording(path, 3, lambda queries: [[] for _ in queries], "index")
-    assert empty.record(["a"]) == [[]]
 
     def broken(queries):
         raise RetrieverError("gone")

@@ -215,9 +215,37 @@ def test_a_question_asked_twice_in_a_step_is_played_anew(lm, tokenizer, question
     assert [e.token_ids for e in once] == [e.token_ids for e in episodes[:2]]
 
 
-def test_an_empty_result_ends_the_rollout(tokenizer):
-    with pytest.raises(RetrieverError, match="no passage for the query 'q'"):
-        play(tokenizer, lambda queries: [[] for _ in queries], [[["<search> q </search>"] * 3]])
+def some_find_nothing(queries):
+    return [[] if query == "the" else [Passage("0", '"T"\ntext')] for query in queries]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_only_the_episode_whose_query_found_nothing_is_lost(tokenizer, overlap):
+    """All queries of a request share a reply; that one of them has no passage says nothing of the others."""
+    turns = [[["<search> the </search>", "<answer> never </answer>"]], [["<search> fine </search>", "<answer> a </answer>"]]]
+    lost, kept = play(tokenizer, some_find_nothing, turns, overlap_search=overlap, max_failed_groups=0)
+    assert lost.stop_reason == "empty_search" and lost.failure == "the query 'the' found nothing" and set(lost.action_ids) == {1}
+    assert kept.stop_reason == "answer" and not kept.failure and kept.num_searches == 1
+
+
+def test_an_empty_result_may_be_shown_as_search_r1_does(tokenizer):
+    (episode,) = play(tokenizer, some_find_nothing, [[["<search> the </search>", "<answer> a </answer>"]]], empty_results="show")
+    assert authors(tokenizer, episode)[1] == (0, "\n\n<information></information>\n\n")
+    assert episode.stop_reason == "answer" and not episode.failure and episode.turns[0].passages == () and episode.num_searches == 1
+
+
+def test_an_empty_answer_ends_the_episode_and_special_tokens_are_not_in_it(tokenizer, search):
+    (empty,) = play(tokenizer, search, [[["<answer> </answer>", "<answer> gold </answer>"]]])
+    assert empty.answer == "" and empty.stop_reason == "answer" and len(empty.turns) == 1
+    text = "<answer> gold<|endoftext|> </answer>"
+    (special,) = play(tokenizer, search, [[[text]]])
+    assert special.answer == "gold" and tokenizer.decode(special.token_ids) == text, "what was sampled is what is trained on"
+
+
+def test_a_long_passage_is_kept_as_far_as_it_can_be_shown(tokenizer):
+    long = lambda queries: [[Passage("0", '"T"\n' + "word " * 200_000)] for _ in queries]
+    (episode,) = play(tokenizer, long, [[["<search> q </search>", "<answer> a </answer>"]]])
+    assert len(episode.turns[0].passages[0].contents) == protocol.MIN_PASSAGE_CHARS and episode.turns[0].num_cut_passages == 1
 
 
 def test_a_question_beyond_its_budget_is_named_before_work_starts(tokenizer):

@@ -120,9 +120,8 @@ def test_documents_without_id_or_score_and_more_than_topk():
         ({"result": None}, 'the reply holds no list "result"'),
         ({"result": GOOD["result"] * 3}, "3 results for 2 queries"),
         ({"result": GOOD["result"]}, "1 results for 2 queries"),
-        ({"result": [*GOOD["result"], []]}, "no passage for query 2 of 2"),
-        ({"result": [None, *GOOD["result"]]}, "no passage for query 1 of 2"),
-        ({"result": [[{"document": {"id": "1", "contents": " "}}]] * 2}, 'a passage without "contents" for query 1 of 2'),
+        ({"result": [None, *GOOD["result"]]}, "no list of passages for query 1 of 2"),
+        ({"result": [[{"document": {"id": "1", "contents": None}}]] * 2}, 'a passage without "contents" for query 1 of 2'),
         ({"result": [[{"document": "text"}]] * 2}, 'a passage without "contents" for query 1 of 2'),
         ({"result": [["text"]] * 2}, 'a passage without "contents" for query 1 of 2'),
     ],
@@ -133,6 +132,26 @@ def test_a_malformed_reply_is_asked_for_again_and_never_an_empty_passage(body, r
     assert len(requests) == 3
     message = str(raised.value)
     assert f"{url}/retrieve failed 3 attempts with 2 queries" in message and reason in message and "start one with `python retriever_server.py" in message
+
+
+def test_an_empty_list_is_an_answer_and_asked_for_once():
+    """Search-R1's BM25 server answers so where no word is known; the other queries of the request keep their passages."""
+    with server((200, {"result": [[], *GOOD["result"]]}, 0)) as (url, requests):
+        assert search_over_http(["the", "x"], url=url, topk=1, timeout_s=5, retries=3) == [[], [Passage("7", '"A"\nb', 0.5)]]
+    assert len(requests) == 1
+
+
+def test_documents_with_nothing_to_be_seen_are_left_out():
+    items = [{"contents": " \n"}, {"contents": "\u200b\ufeff"}, {"contents": "\u200bx"}]
+    assert read_result({"result": [items, items[:2]]}, 2, 3) == [[Passage("", "\u200bx", 0.0)], []]
+
+
+def test_odd_ids_scores_and_half_characters():
+    """JSON can spell half a character, which no tokenizer takes, and numbers that are none."""
+    body = r"""{"result": [[{"document": {"id": true, "contents": "a\ud800b"}, "score": NaN}, {"document": {"id": null, "contents": "\ud83d\ude42"}, "score": true},
+        {"document": {"id": [1], "contents": "c"}, "score": -Infinity}, {"document": {"id": "\udc00", "contents": "d"}, "score": "0.5"}, {"id": 7, "contents": "e", "score": %s}]]}"""
+    [found] = read_result(json.loads(body % ("9" * 400)), 1, 5)
+    assert [(p.id, p.contents, p.score) for p in found] == [("", "a\ufffdb", 0.0), ("", "\U0001f642", 0.0), ("", "c", 0.0), ("\ufffd", "d", 0.0), ("7", "e", 0.0)]
 
 
 def test_a_short_trouble_is_survived_with_growing_pauses(pauses):
@@ -188,7 +207,9 @@ def test_check_health_asks_one_real_question():
     with server((200, search_r1_reply, 0)) as (url, requests):
         check_health(Retriever(url=url))
     assert len(requests) == 1 and requests[0][1]["topk"] == 1 and len(requests[0][1]["queries"]) == 1
-    with server((200, {"result": [[]]}, 0)) as (url, requests), pytest.raises(RetrieverError, match="no passage for query 1 of 1"):
+    with server((200, {"result": [[]]}, 0)) as (url, requests):
+        check_health(Retriever(url=url))  # an index may hold nothing of Hamlet
+    with server((200, {"result": [None]}, 0)) as (url, requests), pytest.raises(RetrieverError, match="no list of passages for query 1 of 1"):
         check_health(Retriever(url=url))
 
 
