@@ -5,7 +5,6 @@ Exit codes: 0 done; 1 a bug, with its traceback; 2 a mistake in the options; 3 t
 """
 
 import argparse
-import copy
 import dataclasses
 import functools
 import json
@@ -292,19 +291,21 @@ def build(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
     questions, held_out, search = ([], {}, metrics.Timed(None)) if box else open_world(cfg, tokenizer)
 
     plan.check(cfg)
-    lm = load_lm(cfg.model if resumed is None else dataclasses.replace(cfg.model, path=str(resumed)))
+    start = cfg.model if resumed is None else dataclasses.replace(cfg.model, path=str(resumed))
+    lm = load_lm(start)
     check_fit(lm, tokenizer, cfg.rollout.max_episode_tokens)
     dtype = optimizers.weight_dtype(cfg.optim, accelerator.mixed_precision)
     twin = sharding.rollout_copy(lm, accelerator) if box is None and (sharded or accelerator.mixed_precision == "bf16" and dtype == torch.float32) else None
     if cfg.model.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
+    # One whole float32 model a process at a time: each goes where it belongs before the next is opened.
     place = functools.partial(sharding.shard, accelerator=accelerator) if sharded else functools.partial(accelerator.prepare_model, evaluation_mode=True)
     frozen = lambda model: place(Policy(optimizers.cast(model, dtype)).requires_grad_(False))
-    reference = frozen(load_lm(cfg.model)) if cfg.loss.kl_weight > 0 else None
-    anchor = frozen(copy.deepcopy(lm)) if cfg.loss.lld_lag_steps else None
     policy = place(Policy(lm)) if sharded else Policy(lm)
     optimizer = optimizers.make(policy, cfg.optim, dtype)
     policy, optimizer = (policy, optimizer) if sharded else accelerator.prepare(policy, optimizer, device_placement=[True, cfg.optim.name != "adamw_offload"])
+    reference = frozen(load_lm(cfg.model)) if cfg.loss.kl_weight > 0 else None
+    anchor = frozen(load_lm(start)) if cfg.loss.lld_lag_steps else None
     bare = accelerator.unwrap_model(policy)
     first_step, snapshots = 0, []
     if resumed is not None:

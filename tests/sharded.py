@@ -8,6 +8,7 @@ import errno
 import os
 import shutil
 import sys
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -173,8 +174,22 @@ def optimizer_and_checkpoint(accelerator, folder: Path) -> dict:
     return found
 
 
-def whole_runs(accelerator, folder: Path) -> dict[str, int]:
-    """Exit codes of runs of train.py, by name; each process makes its part of them."""
+def watch_whole_models(train) -> list[int]:
+    """How many whole models this process holds each time that train.py has just opened one; the list grows as it runs."""
+    load, kept, found = train.load_lm, [], []
+
+    def load_and_count(options):
+        lm = load(options)
+        kept.append([weakref.ref(weight) for weight in lm.parameters()])
+        found.append(sum(all(weight() is not None for weight in weights) for weights in kept))
+        return lm
+
+    train.load_lm = load_and_count
+    return found
+
+
+def whole_runs(accelerator, folder: Path) -> tuple[dict[str, int], list[int]]:
+    """Exit codes of runs of train.py, by name, each process making its part of them; and the whole models of the first run."""
     import train
 
     train.write_report = train.Accelerator.end_training = lambda *_: None  # the process group serves all runs
@@ -184,7 +199,9 @@ def whole_runs(accelerator, folder: Path) -> dict[str, int]:
         os.environ["ACCELERATE_USE_FSDP"] = str(fsdp).lower()
         codes[name] = train.main(["--config", str(folder / f"{yaml or name}.yaml"), *more])
 
+    opened = watch_whole_models(train)
     run("sharded")
+    opened = list(opened)
     if accelerator.is_main_process:
         begun_elsewhere(folder, "sharded", "resumed")
     accelerator.wait_for_everyone()
@@ -193,14 +210,14 @@ def whole_runs(accelerator, folder: Path) -> dict[str, int]:
     run("idle", "run.steps=1", "optim.cpu_in_rollout=true")
     run("boxed", f"run.dir={folder}/boxed", "monitor.crash_box=2", yaml="sharded")
     run("ddp", "optim.cpu_in_rollout=true", fsdp=False)
-    return codes
+    return codes, opened
 
 
 def main(folder: Path) -> None:
     accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=90))])  # a hang ends as an error
     found = {f"{case}, {kind}": three_steps(accelerator, case, kind == "fsdp") for case in CASES for kind in ("ddp", "fsdp")}
     found |= {"processes": accelerator.num_processes, "bf16": in_bf16(accelerator), "checkpoint": optimizer_and_checkpoint(accelerator, folder / "unit")}
-    found["codes"] = whole_runs(accelerator, folder)
+    found["codes"], found["opened"] = whole_runs(accelerator, folder)
     if accelerator.is_main_process:
         torch.save(found, folder / "found.pt")
 

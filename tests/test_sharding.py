@@ -82,6 +82,11 @@ def test_groups_without_advantage_give_no_gradient_and_do_not_hang(found, kind):
     assert not any(gradient.any() for gradient in two["gradients"]) and torch.equal(two["old_BT"], two["final_BT"])
 
 
+def test_a_process_holds_one_whole_model_at_a_time(found):
+    """Policy, reference and anchor are opened one after the other: 4 bytes a parameter of CPU memory, not 12."""
+    assert found["opened"] == [1, 1, 1]
+
+
 def test_bf16_computes_in_bf16_on_float32_shards(found):
     full, half = found["bf16"]["float32"], found["bf16"]["bf16"]
     f32, bf16 = ["torch.float32"], ["torch.bfloat16"]
