@@ -12,6 +12,7 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +27,7 @@ LAUNCHER = lock.launcher()  # before the seconds that torch takes, in which it m
 import torch
 import transformers
 from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object, set_seed
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
@@ -265,9 +267,12 @@ def tell_scores(cfg: config.Config, rows: list[dict]) -> None:
 def build(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | None = None) -> tuple[Parts, int]:
     """Opens and checks everything before any work starts; returns it with the step to start from."""
     sharding.check_launch()
+    check_trackers(cfg.run.trackers)
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     run_dir, on_gpu = Path(cfg.run.dir), torch.cuda.is_available()
+    if not on_gpu and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # as under `accelerate launch`; a small policy gains nothing from more
     mixed_precision = cfg.model.mixed_precision if on_gpu else "no"
     patience = timedelta(seconds=survive.PATIENCE * cfg.run.watchdog_s) if cfg.run.watchdog_s else timedelta(days=365)  # torch's own is minutes
     accelerator = Accelerator(mixed_precision=mixed_precision, log_with=list(cfg.run.trackers) or None, project_dir=run_dir, cpu=not on_gpu, kwargs_handlers=[InitProcessGroupKwargs(timeout=patience)])
@@ -320,7 +325,7 @@ def build(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
     if sharded and not (run_dir / "run.json").exists():
         raise ValueError(f"run.dir = {run_dir}: process {accelerator.process_index} does not see what the main process wrote there; choose a folder that all machines share")
     if cfg.run.trackers:
-        accelerator.init_trackers("lld", config={f"{s}.{k}": str(v) for s, options in config.to_dict(cfg).items() for k, v in options.items()})
+        accelerator.init_trackers("lld", config={f"{s}.{k}": str(v) for s, options in config.to_dict(cfg).items() for k, v in options.items()}, init_kwargs={"wandb": {"name": run_dir.name, "dir": str(run_dir)}})
     parts = Parts(accelerator, tokenizer, questions, held_out, search, policy, bare, bare.lm, twin, reference, anchor, optimizer, snapshots, phases.Detector(cfg.optim.updates_per_rollout), guard)
     remember(parts, cfg, box or run_dir, first_step)
     return parts, first_step
@@ -338,6 +343,16 @@ def take_lock(run_dir: Path, accelerator: Accelerator) -> lock.Lock:
     if refusal:
         raise ValueError(refusal)
     return taken or lock.take(run_dir, accelerator.process_index)
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises ValueError for a tracker that accelerate does not know, or would leave out because its package is not installed."""
+    installed = [tracker.value for tracker in get_available_trackers()]
+    for name in names:
+        if name not in LOGGER_TYPE_TO_CLASS:
+            raise ValueError(f"run.trackers names {name!r}: accelerate knows {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}")
+        if name not in installed:
+            raise ValueError(f"run.trackers names {name!r}, which is not installed: pip install {name.replace('_', '-')}, or drop it from run.trackers")
 
 
 def open_world(cfg: config.Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Question], dict[str, list[Question]], metrics.Timed]:

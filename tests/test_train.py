@@ -127,6 +127,13 @@ def test_a_resumed_run_keeps_its_options(folder, capsys):
     assert "--resume: optim.lr was 0.001 and is 0.5 now" in refused(capsys, folder / "whole.yaml", "--resume", "optim.lr=0.5")
 
 
+@pytest.mark.parametrize("name, remedy", [("mlflow", "pip install mlflow"), ("tensorbord", "accelerate knows aim, ")])
+def test_a_tracker_that_would_be_left_out_is_refused(folder, capsys, monkeypatch, name, remedy):
+    monkeypatch.setattr(train, "get_available_trackers", lambda: [])
+    message = refused(capsys, folder / "whole.yaml", f"run.trackers=[{name}]", f"run.dir={folder}/tracked")
+    assert f"run.trackers names {name!r}" in message and remedy in message and not (folder / "tracked").exists()
+
+
 def test_resuming_nothing_is_refused(folder, capsys):
     assert "nothing holds no run" in refused(capsys, folder / "whole.yaml", "--resume", f"run.dir={folder}/nothing")
 
