@@ -102,7 +102,7 @@ def leave_report(guard: survive.Guard, box: Path | None) -> None:
     try:
         ends = runs.describe_end(guard.run_dir) if box is None else crashbox.compare(box, guard.run_dir)
         print(f"{ends}\n{write_report([guard.run_dir] if box is None else [box, guard.run_dir], guard.run_dir)}", flush=True)
-    except (ValueError, OSError) as error:  # no row yet, a damaged log, a closed console
+    except Exception as error:  # no row yet, a damaged log, a closed console: the exit code must say why the run ended
         print(f"train.py: no report was written: {error}", file=sys.stderr, flush=True)
 
 
