@@ -171,6 +171,7 @@ def open_engine(cfg: Config, tokenizer, device: torch.device) -> Engine:
         stop_strings=protocol.STOP_STRINGS,
         eos_ids=policy.eos_ids(lm, tokenizer),
         cuda_graphs=cfg.rollout.cuda_graphs,
+        max_tokens=cfg.rollout.max_episode_tokens,
     )
 
 

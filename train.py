@@ -385,7 +385,7 @@ def new_engine(parts: Parts, cfg: config.Config, sampling: config.Rollout | conf
     lm = (parts.twin or parts.lm).eval()
     return Engine(
         lm, parts.tokenizer, num_slots=cfg.rollout.num_slots, temperature=sampling.temperature, top_p=sampling.top_p,
-        stop_strings=protocol.STOP_STRINGS, eos_ids=eos_ids(parts.lm, parts.tokenizer), cuda_graphs=cfg.rollout.cuda_graphs,
+        stop_strings=protocol.STOP_STRINGS, eos_ids=eos_ids(parts.lm, parts.tokenizer), cuda_graphs=cfg.rollout.cuda_graphs, max_tokens=cfg.rollout.max_episode_tokens,
     )  # fmt: skip
 
 

@@ -1,14 +1,17 @@
 """Attention of packed rows, registered with transformers under the name "lld".
 
-Rows of different lengths lie one after another in a single sequence and attend only within themselves, so no padding is
-computed: whole rows with `row_lengths` (the trainer), the newest tokens of rows whose past is in a cache with `spans` (the
-engine). Without either it is plain SDPA with the mask that is given.
+Rows of different lengths lie one after another in a single sequence and attend only within themselves, so no
+padding is computed: whole rows with `row_lengths` (the trainer), the newest tokens of rows whose past is in a
+cache with `spans` (the engine). Without either it is plain SDPA with the mask that is given.
+
+In half precision on a GPU packed rows go to torch's varlen flash kernel, and one token a row to flash-attn
+where that is installed: both read of each row what it has. Elsewhere rows attend through SDPA with a mask.
 """
 
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -16,9 +19,18 @@ try:  # flash attention for packed rows, part of torch since 2.10; needs a GPU
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:
     varlen_attn = None
+try:  # requirements-gpu.txt
+    from flash_attn import flash_attn_with_kvcache
+except ImportError:
+    flash_attn_with_kvcache = None
 
 NAME = "lld"
-PAGED = False  # whether the engine reads its cache by the varlen kernel on a GPU; off until it has run on one (tests/bench/rollout_gpu.py --paged)
+HALF = (torch.float16, torch.bfloat16)
+KEY_BUCKET = (
+    64  # a mask's length on a GPU is a multiple of this: few shapes, and kernels pad what is no multiple of 8
+)
+# cuDNN, torch's first choice on Hopper, builds a plan for each new shape: with growing rows at every step.
+torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 @dataclass(frozen=True)
@@ -30,82 +42,129 @@ class RowLengths:
 
 
 def row_lengths(lengths_B: torch.Tensor) -> RowLengths:
-    offsets = torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0)).to(torch.int32)
-    return RowLengths(lengths_B.tolist(), offsets)
+    return RowLengths(lengths_B.tolist(), _offsets(lengths_B))
+
+
+def reads_exactly(ends_R: torch.Tensor, dtype) -> bool:
+    """Whether one token a row is attended by a kernel that looks at each row's own length, not at that of the
+    longest.
+    """
+    return flash_attn_with_kvcache is not None and ends_R.is_cuda and dtype in HALF
 
 
 class Spans:
-    """The newest tokens of several cache rows, packed: row r of the A rows has tokens at positions [starts[r], starts[r] + counts[r]).
+    """The newest tokens of several cache rows, packed: row r of the A rows has its last counts[r] tokens of
+    ends[r].
 
-    Rows with one token come first: they attend as one batch (A1, H, G, D) in which the G query heads of a key head are its
-    queries; the others as a second one, padded to the longest. Masks are float, made once for all layers: SDPA would make
-    them of a boolean one in each. With PAGED the varlen kernel reads the cache by row instead, every row a page, and nothing is padded.
+    Rows with one token come first and attend as one batch, by flash-attn or through SDPA, where the G query
+    heads of a key head are its queries (A1, H, G, D). The others follow: packed to the varlen kernel, or
+    padded to the longest through SDPA. Masks are float, made once for all layers: SDPA would make them of a
+    boolean one in each.
     """
 
-    def __init__(self, starts: list[int], counts: list[int], device, dtype):
-        ends = [start + count for start, count in zip(starts, counts)]
-        ends_R = torch.tensor(ends, device=device)
-        if max(counts) == 1:
-            self._one_each(ends_R, max(ends), dtype)
+    def __init__(
+        self, ends: list[int], counts: list[int], ends_R: torch.Tensor, counts_R: torch.Tensor, dtype
+    ):
+        """`ends_R` and `counts_R` are the same numbers as `ends` and `counts`, on the device."""
+        A, N, A1 = len(counts), sum(counts), sum(count == 1 for count in counts)
+        self.num_rows, self.num_single = A, A1
+        assert A1 < A and all(count == 1 for count in counts[:A1])
+        device, self.longest = ends_R.device, max(counts)
+        self.rows_N = torch.arange(A, device=device).repeat_interleave(counts_R, output_size=N)
+        last_R = counts_R.cumsum(0) - 1
+        self.positions_N = (ends_R - 1 - last_R)[self.rows_N] + torch.arange(N, device=device)
+        self.last_R = last_R
+        self.last = Spans.one_each(ends_R, max(ends), dtype)  # the same rows with their last token only
+        self.one = Spans.one_each(ends_R[:A1], max(ends[:A1]), dtype) if A1 else None
+        self.length, self.offsets = max(ends[A1:]), None
+        if varlen_attn is not None and ends_R.is_cuda and dtype in HALF:
+            self.offsets, self.used = _offsets(counts_R[A1:]), ends_R[A1:].to(torch.int32)
             return
-        self.num_rows, self.num_tokens, self.num_single = len(counts), sum(counts), sum(count == 1 for count in counts)
-        assert all(count == 1 for count in counts[: self.num_single])
-        self.length, self.ends_R, counts_R = max(ends), ends_R, torch.tensor(counts, device=device)
-        self.rows_N = torch.arange(self.num_rows, device=device).repeat_interleave(counts_R, output_size=self.num_tokens)
-        offsets_R = counts_R.cumsum(0)
-        within_N = torch.arange(self.num_tokens, device=device) - (offsets_R - counts_R)[self.rows_N]
-        self.positions_N = (ends_R - counts_R)[self.rows_N] + within_N
-        self.last_R, self.last = offsets_R - 1, Spans.one_each(ends_R, self.length, dtype)  # the same rows with their last token only
-        self.longest = max(counts)
-        self.padded_P = (self.rows_N - self.num_single)[self.num_single :] * self.longest + within_N[self.num_single :]
-        self.lengths = (max(ends[: self.num_single], default=0), max(ends[self.num_single :]))
-        self.varlen = self._varlen(torch.nn.functional.pad(offsets_R, (1, 0)), dtype)
-        if self.varlen is None:
-            self.single_mask = _mask(self.lengths[0], ends_R[: self.num_single, None, None], dtype)
-            first_R1 = (ends_R - counts_R)[self.num_single :, None]
-            self.mask = _mask(self.lengths[1], (first_R1 + torch.arange(1, self.longest + 1, device=device))[:, None], dtype)
+        within_N = self.positions_N - (ends_R - counts_R)[self.rows_N]
+        self.padded_P = ((self.rows_N - A1) * self.longest + within_N)[A1:]
+        self.length = _rounded(self.length, device)
+        visible_BL = (ends_R - counts_R)[A1:, None] + torch.arange(1, self.longest + 1, device=device)
+        self.mask = _mask(self.length, visible_BL[:, None], dtype)
 
     @classmethod
     def one_each(cls, ends_R: torch.Tensor, length: int, dtype) -> "Spans":
-        """One token a row, the last of ends_R (R,); `length` is their largest or more. Asks the device nothing, so that a CUDA graph can hold it."""
+        """One token a row, the last of ends_R (R,); `length` is their largest or more. Asks the device
+        nothing, so that a CUDA graph can hold it.
+        """
         spans = cls.__new__(cls)
-        spans._one_each(ends_R, length, dtype)
+        spans.num_rows = spans.num_single = len(ends_R)
+        spans.rows_N, spans.positions_N = torch.arange(len(ends_R), device=ends_R.device), ends_R - 1
+        spans.last_R, spans.last, spans.one = None, spans, spans
+        if reads_exactly(ends_R, dtype):
+            spans.used, spans.mask = ends_R.to(torch.int32), None
+        else:
+            spans.length = _rounded(length, ends_R.device)
+            spans.mask = _mask(spans.length, ends_R[:, None, None], dtype)
         return spans
 
-    def _one_each(self, ends_R: torch.Tensor, length: int, dtype) -> None:
-        self.num_rows = self.num_tokens = self.num_single = len(ends_R)
-        self.length, self.lengths, self.longest, self.ends_R = length, (length, 0), 1, ends_R
-        self.rows_N, self.positions_N = torch.arange(len(ends_R), device=ends_R.device), ends_R - 1
-        self.last_R, self.last = None, self
-        self.varlen = self._varlen(torch.arange(len(ends_R) + 1, device=ends_R.device), dtype)
-        if self.varlen is None:
-            self.single_mask = _mask(length, ends_R[:, None, None], dtype)
-
-    def _varlen(self, offsets: torch.Tensor, dtype) -> tuple | None:
-        """What the varlen kernel asks for, with every row a page; None where it is not used."""
-        if not (PAGED and offsets.is_cuda and dtype in (torch.float16, torch.bfloat16)):
-            return None
-        return offsets.to(torch.int32), self.longest, self.ends_R.to(torch.int32), torch.arange(self.num_rows, device=offsets.device, dtype=torch.int32)[:, None]
-
     def attend(self, query_NHD, keys_RTHD, values_RTHD, scale) -> torch.Tensor:
-        """(N, H, D): each token over the keys of its row up to itself. `keys` are those of the A rows, any T that holds the longest."""
-        query_NHD = query_NHD.to(keys_RTHD.dtype)
-        num_heads, dim = query_NHD.shape[1:]
-        if self.varlen is not None:
-            offsets, longest, ends, table = self.varlen
-            return varlen_attn(query_NHD, keys_RTHD, values_RTHD, offsets, None, longest, self.length, seqused_k=ends, block_table=table, scale=scale, window_size=(-1, 0), enable_gqa=True)
-        out, A1 = [], self.num_single
+        """(N, H, D): each token over the keys of its row up to itself. `keys` are those of the A rows, any T
+        that holds the longest.
+        """
+        query_NHD, A1 = query_NHD.to(keys_RTHD.dtype), self.num_single
+        out = []
         if A1:
-            key, value = (x[:A1, : self.lengths[0]].transpose(1, 2) for x in (keys_RTHD, values_RTHD))
-            query = query_NHD[:A1].view(A1, key.shape[1], -1, dim)
-            out.append(scaled_dot_product_attention(query, key, value, attn_mask=self.single_mask, scale=scale).reshape(A1, num_heads, dim))
+            out.append(self.one._attend_one(query_NHD[:A1], keys_RTHD[:A1], values_RTHD[:A1], scale))
         if A1 < self.num_rows:
-            key, value = (x[A1:, : self.lengths[1]].transpose(1, 2) for x in (keys_RTHD, values_RTHD))
-            query = query_NHD.new_zeros(len(key) * self.longest, num_heads, dim).index_copy(0, self.padded_P, query_NHD[A1:])
-            query = query.view(len(key), self.longest, num_heads, dim).transpose(1, 2)
-            attended = scaled_dot_product_attention(query, key, value, attn_mask=self.mask, scale=scale, enable_gqa=True)
-            out.append(attended.transpose(1, 2).reshape(-1, num_heads, dim)[self.padded_P])
+            several = self._attend_packed if self.offsets is not None else self._attend_padded
+            out.append(several(query_NHD[A1:], keys_RTHD[A1:], values_RTHD[A1:], scale))
         return torch.cat(out) if len(out) > 1 else out[0]
+
+    def _attend_one(self, query_AHD, keys_ATHD, values_ATHD, scale) -> torch.Tensor:
+        if self.mask is None:
+            options = {"cache_seqlens": self.used, "softmax_scale": scale, "causal": True}
+            return flash_attn_with_kvcache(query_AHD[:, None], keys_ATHD, values_ATHD, **options)[:, 0]
+        key, value = (x[:, : self.length].transpose(1, 2) for x in (keys_ATHD, values_ATHD))
+        query = query_AHD.view(len(key), key.shape[1], -1, key.shape[3])
+        out = scaled_dot_product_attention(query, key, value, attn_mask=self.mask, scale=scale)
+        return out.reshape(query_AHD.shape)
+
+    def _attend_packed(self, query_NHD, keys_BTHD, values_BTHD, scale) -> torch.Tensor:
+        """The cache is a packed sequence too: its rows have room for T tokens each, of which the first `used`
+        count.
+        """
+        B, T = keys_BTHD.shape[:2]
+        starts = torch.arange(0, (B + 1) * T, T, device=query_NHD.device, dtype=torch.int32)
+        keys, values = keys_BTHD.flatten(0, 1), values_BTHD.flatten(0, 1)
+        options = {"seqused_k": self.used, "scale": scale, "window_size": (-1, 0), "enable_gqa": True}
+        return varlen_attn(
+            query_NHD, keys, values, self.offsets, starts, self.longest, self.length, **options
+        )
+
+    def _attend_padded(self, query_NHD, keys_BTHD, values_BTHD, scale) -> torch.Tensor:
+        (_, H, D), B, L = query_NHD.shape, len(keys_BTHD), self.longest
+        key, value = (x[:, : self.length].transpose(1, 2) for x in (keys_BTHD, values_BTHD))
+        query = query_NHD.new_zeros(B * L, H, D).index_copy(0, self.padded_P, query_NHD)
+        if not query.is_cuda:
+            out = scaled_dot_product_attention(
+                query.view(B, L, H, D).transpose(1, 2),
+                key,
+                value,
+                attn_mask=self.mask,
+                scale=scale,
+                enable_gqa=True,
+            )
+            return out.transpose(1, 2).reshape(-1, H, D)[self.padded_P]
+        # No fused kernel of CUDA takes a mask and grouped heads: a key head's query heads become its queries.
+        K, G = key.shape[1], H // key.shape[1]
+        query = query.view(B, L, K, G, D).permute(0, 2, 1, 3, 4).reshape(B, K, L * G, D)
+        out = scaled_dot_product_attention(
+            query, key, value, attn_mask=self.mask.repeat_interleave(G, 2), scale=scale
+        )
+        return out.view(B, K, L, G, D).transpose(1, 2).reshape(-1, H, D)[self.padded_P]
+
+
+def _offsets(lengths_B: torch.Tensor) -> torch.Tensor:
+    return pad(lengths_B.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def _rounded(length: int, device: torch.device) -> int:
+    return -(-length // KEY_BUCKET) * KEY_BUCKET if device.type == "cuda" else length
 
 
 def _mask(length: int, num_visible: torch.Tensor, dtype) -> torch.Tensor:
@@ -114,30 +173,81 @@ def _mask(length: int, num_visible: torch.Tensor, dtype) -> torch.Tensor:
     return torch.zeros(hidden.shape, device=hidden.device, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
-def attend(module, query_BHND, key_BHND, value_BHND, attention_mask, *, scaling=None, dropout=0.0, row_lengths: RowLengths | None = None, spans: Spans | None = None, **kwargs):
+def attend(
+    module,
+    query_BHND,
+    key_BHND,
+    value_BHND,
+    attention_mask,
+    *,
+    scaling=None,
+    dropout=0.0,
+    row_lengths: RowLengths | None = None,
+    spans: Spans | None = None,
+    **kwargs,
+):
     """(B, N, H, D) attention output and None, as transformers asks of an attention function.
 
-    With `row_lengths` the tensors hold one packed sequence (B = 1): causal attention within each row, by the varlen flash
-    kernel for half precision on a GPU and row by row elsewhere (on a CPU a row's cost then is that of its own length). With `spans`
-    query holds packed tokens (B = 1), key and value the cache rows (A, T, H, D) that the engine's cache returned.
+    With `row_lengths` the tensors hold one packed sequence (B = 1): causal attention within each row, by the
+    varlen flash kernel for half precision on a GPU and row by row elsewhere (on a CPU a row's cost then is
+    that of its own length). With `spans` query holds packed tokens (B = 1), key and value the cache rows (A,
+    T, H, D) that the engine's cache returned.
     """
     if spans is not None:
         return spans.attend(query_BHND[0].transpose(0, 1), key_BHND, value_BHND, scaling)[None], None
     if row_lengths is None and query_BHND.is_cuda:
-        return sdpa_attention_forward(module, query_BHND, key_BHND, value_BHND, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    if row_lengths is None:  # transformers repeats keys and values for every query head here, which costs a decode step 4 times its attention
+        return sdpa_attention_forward(
+            module,
+            query_BHND,
+            key_BHND,
+            value_BHND,
+            attention_mask,
+            scaling=scaling,
+            dropout=dropout,
+            **kwargs,
+        )
+    if row_lengths is None:  # transformers repeats keys and values here: 4 times a decode step's attention
         causal = attention_mask is None and query_BHND.shape[2] > 1
-        out_BHND = scaled_dot_product_attention(query_BHND, key_BHND, value_BHND, attn_mask=attention_mask, is_causal=causal, scale=scaling, dropout_p=dropout, enable_gqa=True)
+        out_BHND = scaled_dot_product_attention(
+            query_BHND,
+            key_BHND,
+            value_BHND,
+            attn_mask=attention_mask,
+            is_causal=causal,
+            scale=scaling,
+            dropout_p=dropout,
+            enable_gqa=True,
+        )
         return out_BHND.transpose(1, 2).contiguous(), None
     assert query_BHND.shape[0] == 1 and sum(row_lengths.lengths) == query_BHND.shape[2]
-    query_BHND, key_BHND = query_BHND.to(value_BHND.dtype), key_BHND.to(value_BHND.dtype)  # under autocast rotary angles made them float32
-    if varlen_attn is not None and query_BHND.is_cuda and query_BHND.dtype in (torch.float16, torch.bfloat16) and not dropout:
+    dtype = value_BHND.dtype
+    query_BHND, key_BHND = (
+        query_BHND.to(dtype),
+        key_BHND.to(dtype),
+    )  # rotary angles made them float32 under autocast
+    if varlen_attn is not None and query_BHND.is_cuda and dtype in HALF and not dropout:
         longest = max(row_lengths.lengths)
-        query_NHD, key_NHD, value_NHD = (x[0].transpose(0, 1).contiguous() for x in (query_BHND, key_BHND, value_BHND))
-        out_NHD = varlen_attn(query_NHD, key_NHD, value_NHD, row_lengths.offsets, row_lengths.offsets, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=True)
+        query_NHD, key_NHD, value_NHD = (
+            x[0].transpose(0, 1).contiguous() for x in (query_BHND, key_BHND, value_BHND)
+        )
+        out_NHD = varlen_attn(
+            query_NHD,
+            key_NHD,
+            value_NHD,
+            row_lengths.offsets,
+            row_lengths.offsets,
+            longest,
+            longest,
+            scale=scaling,
+            window_size=(-1, 0),
+            enable_gqa=True,
+        )
         return out_NHD[None], None
     rows = zip(*(x.split(row_lengths.lengths, dim=2) for x in (query_BHND, key_BHND, value_BHND)))
-    out = [scaled_dot_product_attention(*row, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=True) for row in rows]
+    out = [
+        scaled_dot_product_attention(*row, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=True)
+        for row in rows
+    ]
     return torch.cat(out, dim=2).transpose(1, 2), None
 
 

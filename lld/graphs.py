@@ -1,15 +1,17 @@
-"""Decode steps of fixed shapes, captured once as CUDA graphs and replayed, so that a GPU never waits for Python between kernels.
+"""Decode steps of fixed shapes, captured once as CUDA graphs and replayed, so that a GPU never waits for
+Python between kernels.
 
-A step with one token a row depends on nothing but the tokens and where they stand; its shape is the number of rows, rounded
-up, and the cache length that attention looks at, rounded up. Rows that fill it up are whatever lies behind in the cache: each writes
-to its own first free position, which its next real token overwrites before anything reads it.
+A step with one token a row depends on nothing but the tokens and where they stand; its shape is the number of
+rows, rounded up, and the cache length that attention looks at, rounded up. Rows that fill it up are whatever
+lies behind in the cache: each writes to its own first free position, which its next real token overwrites
+before anything reads it.
 """
 
 from typing import Callable
 
 import torch
 
-from lld.attention import Spans
+from lld.attention import Spans, reads_exactly
 from lld.decoder import LENGTH_BUCKET, head_logits
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96)  # and multiples of 64 from 128 on
@@ -24,13 +26,17 @@ def bucket(num_rows: int, num_slots: int) -> int:
 def capture_cuda(forward: Callable[[], torch.Tensor], pool) -> tuple[Callable[[], None], torch.Tensor]:
     """(replay, the tensor in which each replay leaves its result)."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # searches in other threads may use the GPU
+    with torch.cuda.graph(
+        graph, pool=pool, capture_error_mode="thread_local"
+    ):  # searches in other threads may use the GPU
         result = forward()
     return graph.replay, result
 
 
 class DecodeGraphs:
-    """Steps of one engine. Holds the addresses of weights and cache: both must stay where they are; a cache that grew is noticed."""
+    """Steps of one engine. Holds the addresses of weights and cache: both must stay where they are; a cache
+    that grew is noticed.
+    """
 
     def __init__(self, lm, decoder, cache, capture: Callable = capture_cuda):
         self.lm, self.decoder, self.cache, self.capture = lm, decoder, cache, capture
@@ -40,21 +46,29 @@ class DecodeGraphs:
     def _forget(self) -> None:
         self.state, self.steps, self.seen = self.cache.state, {}, {}
 
-    def __call__(self, token_ids: list[int], ends: list[int], num_rows: int) -> torch.Tensor:
-        """The logits (num_rows, V) after the first `num_rows` tokens; the others fill the step up to its bucket.
+    def __call__(
+        self, tokens_A: torch.Tensor, ends_A: torch.Tensor, longest: int, num_rows: int
+    ) -> torch.Tensor:
+        """The logits (num_rows, V) after the first `num_rows` tokens; the others fill the step up to its
+        bucket.
 
-        `ends`: tokens in each row with the new one. The result is valid until the next call.
+        `ends_A`: tokens in each row with the new one, `longest` of the first `num_rows` at most. The result
+        is valid until the next call.
         """
-        length = -(-max(ends[:num_rows]) // LENGTH_BUCKET) * LENGTH_BUCKET
+        length = (
+            self.cache.room
+            if reads_exactly(ends_A, self.cache.state.dtype)
+            else -(-longest // LENGTH_BUCKET) * LENGTH_BUCKET
+        )
         if self.cache.state is not self.state:
             self._forget()
-        shape = (len(ends), length)
-        inputs_2A = torch.tensor([token_ids, ends], device=self.state.device)
+        shape = (len(ends_A), length)
         if shape in self.steps:
             replay, static_2A, logits_AV = self.steps[shape]
-            static_2A.copy_(inputs_2A)
+            torch.stack([tokens_A, ends_A], out=static_2A)
             replay()
             return logits_AV[:num_rows]
+        inputs_2A = torch.stack([tokens_A, ends_A])
         logits_AV = self._forward(inputs_2A, length)
         self.seen[shape] = self.seen.get(shape, 0) + 1
         if self.seen[shape] == REPEATS:
@@ -64,5 +78,4 @@ class DecodeGraphs:
 
     def _forward(self, inputs_2A: torch.Tensor, length: int) -> torch.Tensor:
         spans = Spans.one_each(inputs_2A[1], length, self.state.dtype)
-        spans.length = self.state.shape[3]  # rows that fill up may stand further back; and the table of angles is replaced only when the cache has grown
         return head_logits(self.decoder(inputs_2A[0], spans, self.cache), self.lm.get_output_embeddings())

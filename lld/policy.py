@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lld import attention
+from lld.joined import join_weights
 from lld.config import Model
 
 SLICE_LOGITS = {"cpu": 2**21}  # logits in memory at once: 8 MB stay in a CPU's cache; elsewhere 2**27, to fill a GPU
@@ -79,7 +80,10 @@ def engine_model(lm: nn.Module, device: torch.device, *, half: bool, share: bool
     """
     dtype = torch.bfloat16 if half else torch.float32
     weights = {id(weight): nn.Parameter(weight.detach().to(device, dtype, copy=not share), requires_grad=False) for weight in lm.parameters()}
-    return copy.deepcopy(lm, weights).to(device).eval()  # deepcopy takes these for copies made already, tied ones once
+    copied = copy.deepcopy(lm, weights).to(device).eval()  # deepcopy takes these for copies made already, tied ones once
+    if device.type == "cuda":
+        join_weights(copied)
+    return copied
 
 
 class Policy(nn.Module):

@@ -5,9 +5,10 @@ import torch
 import transformers
 from conftest import make_lm
 
-from lld.decoder import linear
+from lld.decoder import SlotCache, grown, linear
 from lld.engine import Engine
 from lld.graphs import DecodeGraphs, bucket
+from lld.joined import join_weights, joined, neighbours
 from lld.policy import Policy
 from lld.protocol import STOP_STRINGS
 from lld.sampling import sample_tokens
@@ -148,7 +149,7 @@ def test_a_turn_resumes_where_it_stopped_inside_a_token(tokenizer):
     sequences = []
     engine._sample_original = engine._sample
 
-    def forced(rows, logits):
+    def forced(rows, *_):
         sequences.extend(rows)
         for row in rows:
             token_id = next(script)
@@ -191,7 +192,7 @@ def test_sampling_frequencies_are_the_distribution():
     logits = torch.tensor([[0.0, 1.0, 2.0, -torch.inf, -1.0]])
     uniforms = (torch.arange(20000) + 0.5).div(20000).double()
     for temperature, top_p in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.8)):
-        token, logprob = sample_tokens(logits.expand(20000, -1), uniforms, temperature, top_p)
+        token, logprob = map(torch.tensor, zip(*sample_tokens(logits.expand(20000, -1), uniforms, temperature, top_p)))
         wanted = (logits[0] / temperature).softmax(-1)
         if top_p < 1:  # by hand: .644, .237 -> .881 reaches .8 with two tokens
             wanted = torch.tensor([0.0, 0.2689, 0.7311, 0.0, 0.0])
@@ -206,7 +207,7 @@ def test_a_long_vocabulary_is_searched_in_blocks():
     logits = torch.randn(200, 5000, generator=generator) * torch.linspace(0.1, 5, 200)[:, None]
     uniforms = torch.rand(200, generator=generator, dtype=torch.float64)
     for top_p in (1.0, 0.5, 0.999):
-        token, logprob = sample_tokens(logits, uniforms, 1.0, top_p)
+        token, logprob = map(torch.tensor, zip(*sample_tokens(logits, uniforms, 1.0, top_p)))
         probs = logits.double().softmax(-1)
         if top_p < 1:
             ranked, order = probs.sort(descending=True)
@@ -220,8 +221,8 @@ def test_a_long_vocabulary_is_searched_in_blocks():
 def test_edges_of_the_unit_interval_never_pick_an_impossible_token():
     logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]])
     for uniform in (0.0, 1 - 2**-53, 1.0):
-        token, logprob = sample_tokens(logits, torch.tensor([uniform], dtype=torch.float64), 1.0, 1.0)
-        assert token.item() in (1, 2) and logprob.item() == pytest.approx(-0.6931, abs=1e-4)
+        ((token, logprob),) = sample_tokens(logits, torch.tensor([uniform], dtype=torch.float64), 1.0, 1.0)
+        assert token in (1, 2) and logprob == pytest.approx(-0.6931, abs=1e-4)
 
 
 def test_each_prompt_is_prefilled_once_and_each_token_read_once(lm, tokenizer):
@@ -286,3 +287,51 @@ def test_few_rows_and_large_weights_are_multiplied_slice_by_slice(bias, monkeypa
             products.clear()
             torch.testing.assert_close(linear(x_NC, module), module(x_NC), rtol=1e-5, atol=1e-5)
             assert (len(products) > 1) == (rows in (2, 128)) and sum(shape[1] for shape in products) in (0, 4500)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
+def test_joined_weights_give_the_same_tokens_and_stay_parameters(kind, tokenizer):
+    torch.manual_seed(0)
+    options = dict(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=24)
+    config = getattr(transformers, f"{kind}Config")(**options, **heads)
+    lm = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    names, outcomes = list(lm.state_dict()), []
+    for join in (False, True):
+        if join:
+            join_weights(lm)
+        engine = new_engine(lm, tokenizer, num_slots=5)
+        assert all((pair is not None) == join for pair in engine.decoder.qkv + engine.decoder.gate_up)
+        for key, prompt in enumerate(PROMPTS):
+            engine.add(key, prompt, [10 * key + s for s in range(3)], 12)
+        outcomes.append(run(engine, turns=2, max_new_tokens=12))
+    assert outcomes[0][0] == outcomes[1][0] and list(lm.state_dict()) == names
+    layer = lm.base_model.layers[1]
+    weight, _ = joined(neighbours(layer)[0])
+    with torch.no_grad():
+        layer.self_attn.k_proj.weight.fill_(3.0)  # as sharding.refresh writes
+    assert (weight[96:144] == 3).all() and not (weight[:96] == 3).any()
+
+
+def test_a_cache_grows_no_further_than_the_longest_sequence(lm):
+    cache, sizes = SlotCache(lm.config, 1, "cpu", torch.float32, max_tokens=4096), []
+    for length in range(1, 4097):
+        cache.reserve(length)
+        sizes += [cache.room] * (cache.room not in sizes)
+    assert sizes == [256, 512, 768, 1280, 2048, 3072, 4096]
+    assert grown(3072, 3073) == 4608 and grown(3072, 5000, 4096) == 5120  # unknown, and exceeded
+
+
+def test_the_search_ends_at_the_last_token_with_a_probability():
+    """Sums of a block and of its tokens one by one round differently: what is left after them must not be drawn."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(64, 2000, generator=generator) * 3
+    logits[:, 700:] = -torch.inf
+    for uniform in (0.0, 1 - 2**-53, 1.0):
+        drawn = sample_tokens(logits, torch.full((64,), uniform, dtype=torch.float64), 1.0, 1.0)
+        assert all(token < 700 and logprob > -30 for token, logprob in drawn)
+    ((token, logprob),) = sample_tokens(torch.full((1, 2000), torch.nan), torch.tensor([0.5]), 1.0, 1.0)
+    assert 0 <= token < 2000 and logprob != logprob  # a broken model is told by its log-probabilities

@@ -28,7 +28,9 @@ hooks = None if REAL else start.load_hooks(FOLDER)
 
 import torch
 
+import kvcache
 import pretended
+import varlen
 from pretended import SIM, CudaTensor
 
 pretended.guard = hooks
@@ -41,6 +43,7 @@ import lld.decoder
 import lld.engine
 from lld import attention, config, graphs
 from lld.engine import Engine
+from lld.policy import engine_model
 
 SLOTS, LAYERS = 6, 2
 KINDS = {"qwen2": "Qwen2", "llama": "Llama", "qwen3": "Qwen3"}
@@ -51,7 +54,8 @@ def device(num_devices: int = 1):
 
 
 def plain_type(x, *rest):
-    """`type` for a module that asks whether weights are plain parameters: a wrapped one would be, on a GPU."""
+    """`type` for a module that asks whether weights are plain parameters: a wrapped one would be, on a GPU.
+    """
     wrapped = isinstance(x, CudaTensor) and getattr(x, "_is_param", False)
     return torch.nn.Parameter if wrapped and not rest else type(x, *rest)
 
@@ -133,14 +137,16 @@ def sampling() -> dict:
         expected = play(lm, tokenizer)
         with device():
             on_device = copy.deepcopy(lm).to("cuda")
+            joined = engine_model(lm, torch.device("cuda"), half=dtype == torch.bfloat16)
             name = f"{kind} {str(dtype)[6:]}"
-            for how, options in (("eager", {}), ("graphs", {"cuda_graphs": True})):
+            cases = [("eager", joined, {}), ("graphs", joined, {"cuda_graphs": True, "max_tokens": 300})]
+            for how, lm_there, options in [*cases, ("apart", on_device, {})]:
                 SIM.reset()
-                turns = play(on_device, tokenizer, **options)
+                turns = play(lm_there, tokenizer, **options)
                 found[f"{name} {how}"] = compare(expected, turns) | {"seen": seen()}
                 if dtype == torch.bfloat16:  # the CPU's bf16 kernels round otherwise: eager is the measure
                     expected = turns
-            found[f"{name} {how}"]["buffers"] = sorted({str(b.dtype) for b in on_device.buffers()})
+                found[f"{name} {how}"]["buffers"] = sorted({str(b.dtype) for b in lm_there.buffers()})
             if kind == "llama":
                 found["top-p"] = compare(
                     play(lm, tokenizer, top_p=0.9), play(on_device, tokenizer, top_p=0.9)
@@ -151,37 +157,103 @@ def sampling() -> dict:
     return found
 
 
+def with_flash_attn():
+    """The package where there is one, else its stand-in."""
+    if attention.flash_attn_with_kvcache is None:
+        attention.flash_attn_with_kvcache = kvcache.flash_attn_with_kvcache
+
+
+def flash_attn() -> dict:
+    """With flash-attn: tokens of graphs beside those of eager steps in bf16, and what eager steps wait for.
+    """
+    tokenizer, found = make_tokenizer(), {}
+    graphs.REPEATS = 3
+    lm = make("qwen2", torch.bfloat16, len(tokenizer))
+    before = attention.flash_attn_with_kvcache
+    with device():
+        lm = engine_model(lm, torch.device("cuda"), half=True)
+        with_flash_attn()
+        SIM.reset()
+        expected = play(lm, tokenizer)
+        found["eager"] = {"seen": seen()}
+        SIM.reset()
+        found["graphs"] = compare(expected, play(lm, tokenizer, cuda_graphs=True, max_tokens=300)) | {
+            "seen": seen()
+        }
+    attention.flash_attn_with_kvcache = before
+    return found
+
+
+def attending() -> dict:
+    """The largest error of the engine's attention beside plain sums: rows with one new token, and with
+    several.
+    """
+    counts, ends, found = [1, 1, 5, 3], [300, 7, 140, 3], {}
+    before = attention.flash_attn_with_kvcache
+    torch.manual_seed(0)
+    shapes = (sum(counts), 4, 16), (len(counts), 512, 2, 16), (len(counts), 512, 2, 16)
+    for name, dtype in (
+        ("float32", torch.float32),
+        ("bfloat16", torch.bfloat16),
+        ("flash-attn", torch.bfloat16),
+    ):
+        query, keys, values = (torch.randn(shape).to(dtype) for shape in shapes)
+        rows = zip(query.float().split(counts), keys.float(), values.float(), ends)
+        expected = torch.cat([varlen.attend(q, k[:end], v[:end], True, None)[0] for q, k, v, end in rows])
+        with device():
+            attention.flash_attn_with_kvcache = before
+            if name == "flash-attn":
+                with_flash_attn()
+            told = [torch.tensor(numbers, device="cuda") for numbers in (ends, counts)]
+            SIM.reset()
+            spans = attention.Spans(ends, counts, *told, dtype)
+            attended = spans.attend(*(x.to("cuda") for x in (query, keys, values)), None)
+            found[name] = {"seen": seen(), "error": float((attended.float().cpu() - expected).abs().max())}
+    attention.flash_attn_with_kvcache = before
+    return found
+
+
 def steps() -> dict:
     """Waits, launches and shapes of 12 eager decode steps and of a prefill, with LAYERS and twice as many
-    layers, in bf16."""
+    layers, in bf16; and of a whole rollout."""
     tokenizer, found = make_tokenizer(), {}
+    options = {"num_slots": 4, "temperature": 1.0, "stop_strings": (), "eos_ids": (), "max_tokens": 100}
     for layers in (LAYERS, 2 * LAYERS):
-        lm = make_lm(tokenizer, num_layers=layers, vocab_size=2000).to(torch.bfloat16)
+        lm = make_lm(tokenizer, num_layers=layers, vocab_size=2000)
         with device():
-            engine = Engine(
-                lm.to("cuda"), tokenizer, num_slots=4, temperature=1.0, top_p=1.0, stop_strings=(), eos_ids=()
-            )
-            for key in range(4):
-                engine.add(key, [20 + key] * (10 + key), [key], 40)
-            SIM.reset()
-            engine.step()
-            found[f"prefill {layers}"] = seen()
-            engine.step()
-            SIM.reset()
-            for _ in range(12):
+            lm = engine_model(lm, torch.device("cuda"), half=True)
+            for name, top_p in (("decode", 1.0), ("top-p", 0.3)):
+                engine = Engine(lm, tokenizer, top_p=top_p, **options)
+                cache = engine.cache.state
+                for key in range(4):
+                    engine.add(key, [20 + key] * (10 + key), [key], 40)
+                SIM.reset()
                 engine.step()
-            found[f"decode {layers}"] = seen() | {"shapes": len(SIM.shapes)}
+                found[f"prefill {layers}"] = seen()
+                engine.step()
+                SIM.reset()
+                for _ in range(12):
+                    engine.step()
+                shapes = len(SIM.shapes)
+                found[f"{name} {layers}"] = seen() | {
+                    "shapes": shapes,
+                    "cache stays": engine.cache.state is cache,
+                }
+    with device():
+        SIM.reset()
+        play(lm, tokenizer, max_tokens=100)
+    found["rollout"] = seen() | {"shapes": len(SIM.shapes)}
     return found
 
 
 class HostTensors:
-    """torch for a module whose `torch.tensor` forgot its device."""
+    """torch for a module that forgot a device."""
 
     def __getattr__(self, name):
         return getattr(torch, name)
 
-    def tensor(self, *args, device=None, **kwargs):
-        return torch.tensor(*args, **kwargs)
+    def arange(self, *args, device=None, **kwargs):
+        return torch.arange(*args, **kwargs)
 
 
 def mutations() -> dict:
@@ -197,7 +269,7 @@ def mutations() -> dict:
     with device():
         lm = lm.to("cuda")
         for name, module, attribute, mistake in (
-            ("engine", lld.engine, "torch", HostTensors()),
+            ("engine", Engine, "_to_device", lambda _self, numbers: torch.tensor(numbers)),
             ("attention", attention, "torch", HostTensors()),
             ("asking", lld.engine, "sample_tokens", asking),
         ):
@@ -433,7 +505,18 @@ def float32() -> dict:
     )
 
 
-QUICK = [sampling, steps, mutations, searching, searching_on_rank_1, influence, training, evaluating]
+QUICK = [
+    sampling,
+    attending,
+    flash_attn,
+    steps,
+    mutations,
+    searching,
+    searching_on_rank_1,
+    influence,
+    training,
+    evaluating,
+]
 WHOLE = [offloading, float32]
 
 

@@ -28,7 +28,8 @@ guard = None  # the library of start.load_hooks
 
 
 class Sim:
-    """What was seen since `reset`. `busy`: kernels were launched and the host has not waited for them since."""
+    """What was seen since `reset`. `busy`: kernels were launched and the host has not waited for them since.
+    """
 
     def __init__(self):
         self.capturing, self.tape, self.busy, self.fused = False, None, False, False
@@ -256,8 +257,8 @@ def run(func, args, kwargs):
     ]
     inner_args, inner_kwargs = pytree.tree_unflatten(plain, spec)
     inner_kwargs.pop("pin_memory", None)
-    if func is aten.mm.dtype:  # CUDA only; the CPU has no kernel
-        return CudaTensor(torch.mm(inner_args[0].to(inner_args[2]), inner_args[1].to(inner_args[2])), here)
+    if func is aten.mm.dtype:
+        func = mm_in_type
     out = func(*inner_args, **inner_kwargs)
     if SIM.capturing:
         SIM.tape.append((func, inner_args, inner_kwargs, out))
@@ -265,6 +266,14 @@ def run(func, args, kwargs):
         return args[0] if func is aten.copy_.default else out
     index = here if here is not None and not is_cuda(target) else torch.device(target).index
     return wrap(flat, plain, out, guard.get_device() if index is None else index)
+
+
+def mm_in_type(left, right, dtype):
+    """A product that sums in another type, which only CUDA has."""
+    return torch.mm(left.to(dtype), right.to(dtype))
+
+
+mm_in_type._schema = types.SimpleNamespace(is_mutable=False)
 
 
 def watch_copy(func, args, kwargs, here) -> bool:
