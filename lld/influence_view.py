@@ -6,6 +6,7 @@ import torch
 from matplotlib.figure import Figure
 
 from lld.episode import Episode
+from lld.report import literal
 
 MATRICES = {"total": "closed form at the LM head", "true_model": "true change after a small SGD step on all weights"}
 
@@ -113,5 +114,5 @@ def draw(figures: dict, path: Path) -> None:
     axes[-1].set_ylabel("Δ of the correct responses (nats, logarithmic beyond ±0.01)", fontsize=9)
     axes[-1].set_title(f"One update on each question alone ({figures['optimizer']}, lr {figures['lr']:g}):\n{figures['num_negative']} of {len(bars)} lose likelihood", fontsize=9, loc="left")
     axes[-1].spines[["top", "right"]].set_visible(False)
-    figure.suptitle(group["text"], fontsize=10, x=0.01, ha="left")
+    figure.suptitle(literal(group["text"]), fontsize=10, x=0.01, ha="left")
     figure.savefig(path)

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from lld.outcomes import DISPLACED, groups, mean_interval
-from lld.report import COLORS, MARKERS
+from lld.report import COLORS, MARKERS, literal
 from lld.runs import WINDOW, running_mean, series
 
 ARM_COLORS = ("#000000", *COLORS, "#8C6D31")  # the first arm, usually plain GRPO, in black
@@ -84,7 +84,7 @@ def draw_world(figure, world: str, curves: Sequence[Curve], arms: Sequence[str],
                     draw_curves(ax, same, name, style_of(arm, arms))
             if not ax.lines:
                 ax.text(0.5, 0.5, "not run", transform=ax.transAxes, ha="center", color="#888", fontsize=8)
-            dress(ax, f"{world}, lr {rate}" if row == 0 else "", unit if column == 0 else "")
+            dress(ax, f"{literal(world)}, lr {rate}" if row == 0 else "", unit if column == 0 else "")
             ax.set_xlim(0, max(run["steps"] for run, _ in curves))
             ax.tick_params(labelbottom=row == 1, labelleft=column == 0)
             if row == 1:
@@ -117,7 +117,7 @@ def plot_experiment(curves: Sequence[Curve], curve_arms: Sequence[str], path: st
     parts = figure.subfigures(len(by_world), 1, squeeze=False)[:, 0]
     for part, (world, some) in zip(parts, by_world.items()):
         draw_world(part, world, some, arms, [arm for arm in curve_arms if arm in arms])
-    entries = [Line2D([], [], marker=MARKERS[index % len(MARKERS)], linewidth=1.6, label=arm, **style_of(arm, arms)) for index, arm in enumerate(arms)]
+    entries = [Line2D([], [], marker=MARKERS[index % len(MARKERS)], linewidth=1.6, label=literal(arm), **style_of(arm, arms)) for index, arm in enumerate(arms)]
     entries.append(Line2D([], [], marker="X", linestyle="", color="#555", markeredgecolor="white", markersize=8, label="reward collapsed"))
     figure.legend(handles=entries, loc="outside upper left", ncols=max(2, int(width / 1.5)), frameon=False, fontsize=8.5)
     figure.supxlabel(f"Curves: {WINDOW}-step mean, line over seeds, band from lowest to highest seed.\nDotted: {DISPLACED} nats/token; beyond ±{-DISPLACED} that axis is logarithmic.", x=0.01, ha="left", fontsize=8)

@@ -33,6 +33,11 @@ PANELS = (
 STYLE_LABELS = {"likelihood/correct_new": "correct", "likelihood/incorrect_new": "incorrect"}
 
 
+def literal(text: str) -> str:
+    """Text in which matplotlib finds no formula: a folder, a benchmark or a question may hold dollar signs."""
+    return text.replace("$", r"\$")
+
+
 def _draw_line(ax: Axes, steps: list[int], values: list[float], color: str, style: str) -> None:
     if len(values) > 2 * WINDOW:
         ax.plot(steps, values, color=color, linewidth=0.6, alpha=0.3)
@@ -48,7 +53,7 @@ def _draw_held_out(ax: Axes, runs: Sequence[list[dict]]) -> list[Line2D]:
         for marker, name in zip(MARKERS, names):
             steps, values = series(rows, name)
             ax.plot(steps, values, color=color, marker=marker, markersize=5.5, linestyle=":", linewidth=0.8, markeredgecolor="white", markeredgewidth=0.6, zorder=3, clip_on=False)
-    return [Line2D([], [], color="#555", marker=marker, linestyle=":", linewidth=0.8, markersize=5, label=f"EM {name.split('/')[1]}") for marker, name in zip(MARKERS, names)]
+    return [Line2D([], [], color="#555", marker=marker, linestyle=":", linewidth=0.8, markersize=5, label=literal(f"EM {name.split('/')[1]}")) for marker, name in zip(MARKERS, names)]
 
 
 def plot_run(run_dirs: Sequence[str | Path], path: str | Path) -> None:
@@ -95,7 +100,7 @@ def plot_run(run_dirs: Sequence[str | Path], path: str | Path) -> None:
         ax.spines[["top", "right"]].set_visible(False)
     for ax in figure.axes[-3:]:
         ax.set_xlabel("step", fontsize=9)
-    run_entries = [Line2D([], [], color=color, linewidth=2.5, label=label) for color, label in zip(COLORS, labels([Path(run_dir) for run_dir in run_dirs]))]
+    run_entries = [Line2D([], [], color=color, linewidth=2.5, label=literal(label)) for color, label in zip(COLORS, labels([Path(run_dir) for run_dir in run_dirs]))]
     run_entries.append(Line2D([], [], color="#555", linewidth=0.6, alpha=0.6, label=f"each step (bold: mean of the last {WINDOW})"))
     figure.legend(handles=run_entries, loc="outside upper left", ncols=len(run_entries), frameon=False, fontsize=9)
     figure.align_ylabels()

@@ -9,10 +9,12 @@ from pathlib import Path
 import yaml
 
 from lld.config import Config, to_dict
+from lld.phases import COLLAPSE
 
 WINDOW = 10  # steps of the running mean
 SURGE_RATIO, SURGE_WIDTH, SURGE_BEFORE = 5.0, 5, 50  # a gradient surge: 5 steps' median above 5 times that of up to 50 steps before
 HELD = 0.75  # last running-mean reward as a share of the best: at least this much held
+ROSE = 1.25  # last running-mean reward over the first: at least this much rose
 COLLAPSE_SHARE, COLLAPSE_FALL = 0.5, 0.1  # see find_collapse
 SETTING_SECTIONS = ("model", "data", "rollout", "reward", "advantage", "loss", "optim", "retriever", "tinyworld")
 
@@ -134,27 +136,30 @@ def _course(rows: Sequence[dict], name: str, window: int) -> dict | None:
     steps, values = series(rows, name)
     if not values:
         return None
-    smooth = running_mean(values, window)[min(window, len(values)) - 1 :]  # whole windows only
+    window = min(window, max(1, len(values) // 2))  # of a short run the first and the last one must not be the same
+    smooth = running_mean(values, window)[window - 1 :]  # whole windows only
     steps = steps[-len(smooth) :]
     best = max(range(len(smooth)), key=smooth.__getitem__)
-    return {"first": smooth[0], "best": smooth[best], "best_step": steps[best], "last": smooth[-1], "window": min(window, len(values))}
+    return {"first": smooth[0], "best": smooth[best], "best_step": steps[best], "last": smooth[-1], "window": window}
 
 
 def outcome(rows: Sequence[dict], options: dict) -> dict:
-    """How a run came out: steps done, the course of reward (means of 10 steps), held-out EM and likelihood, first step of each phase,
-    gradient surge, skipped updates, and a verdict on the reward: "held", "fell" or "collapsed" (and did not recover)."""
+    """How a run came out: steps done, the course of reward (means of 10 steps, fewer in a short run), held-out EM and likelihood, of each phase the first and
+    last step and how many, gradient surge, skipped updates, and a verdict on the reward: "rose", "held", "fell" or "collapsed" (and did not recover)."""
     reward = _course(rows, "reward/mean", WINDOW)
     share = reward["last"] / reward["best"] if reward and reward["best"] > 0 else 1.0
-    collapsed = find_collapse(*series(rows, "reward/mean"))["collapse_step"] is not None
+    collapsed = rows[-1].get("phase") == COLLAPSE or find_collapse(*series(rows, "reward/mean"))["collapse_step"] is not None
+    rose = reward is not None and reward["last"] >= ROSE * reward["first"] > 0
     names = sorted({name for row in rows for name in row if name.startswith("eval/") and name.endswith("/em")})
     phases = {}
     for row in rows:
         if row.get("phase"):
-            phases.setdefault(int(row["phase"]), row["step"])
+            first, _, count = phases.get(int(row["phase"]), (row["step"], 0, 0))
+            phases[int(row["phase"])] = (first, row["step"], count + 1)
     return {
         "steps": rows[-1]["step"] + 1,
         "steps_wanted": options.get("run.steps"),
-        "verdict": "held" if share >= HELD else "collapsed" if collapsed else "fell",
+        "verdict": ("rose" if rose else "held") if share >= HELD else "collapsed" if collapsed else "fell",
         "reward": reward,
         "held_out": {name.split("/")[1]: _course(rows, name, 1) for name in names},
         "likelihood": _course(rows, "likelihood/correct_old", WINDOW),
@@ -191,7 +196,7 @@ def describe_end(run_dir: str | Path) -> str:
     """What a run has reached and what to type next, in lines for the console."""
     folder = Path(run_dir)
     rows, options = read_metrics(folder), read_options(folder)
-    scores, reward = describe_scores(rows, options), _course(rows, "reward/mean", min(WINDOW, max(1, len(rows) // 2)))
+    scores, reward = describe_scores(rows, options), _course(rows, "reward/mean", WINDOW)
     lines = [f"{folder}: {rows[-1]['step'] + 1} of {options.get('run.steps', '?')} steps" + (f"; held-out {scores}" if scores else "")]
     if reward:
         lines[0] += f"; reward {reward['first']:.3f} -> {reward['last']:.3f} (means of the first and last {reward['window']} steps)"

@@ -79,7 +79,7 @@ def make_row(rng, step, steps, shift):
     return row
 
 
-def make_run(folder, *, steps=40, every=10, groups=2, hostile="", seed=0, lld_weight=0.2, shift=0.0, final=True):
+def make_run(folder, *, steps=40, every=10, groups=2, hostile="", seed=0, lld_weight=0.2, shift=0.0, final=True, rights=(2, 5, 0, 3)):
     """A run folder in today's formats."""
     rng = random.Random(seed)
     (folder / "trajectories").mkdir(parents=True)
@@ -94,7 +94,7 @@ def make_run(folder, *, steps=40, every=10, groups=2, hostile="", seed=0, lld_we
     (folder / "config.yaml").write_text(yaml.safe_dump(options))
     (folder / "run.json").write_text(json.dumps({"commit": "0123456789abcdef" + hostile}))
     for step in range(0, steps, every):
-        lines = [json.dumps(row) for k in range(groups) for row in make_group(rng, step, k, shift=-0.02 if step else 0.02, hostile=hostile, final=final, rights=(2, 5, 0, 3)[k % 4])]
+        lines = [json.dumps(row) for k in range(groups) for row in make_group(rng, step, k, shift=-0.02 if step else 0.02, hostile=hostile, final=final, rights=rights[k % 4])]
         (folder / "trajectories" / f"step_{step:06d}.jsonl").write_text("".join(line + "\n" for line in lines))
     return folder
 
@@ -217,9 +217,19 @@ def test_outcome_by_hand():
     rows[30]["grad_norm"] = 50.0  # one spike is no surge
     out = runs.outcome(rows, {"run.steps": 100})
     assert (out["steps"], out["steps_wanted"], out["verdict"], out["surge"], out["skipped_updates"]) == (90, 100, "collapsed", 70, 90)
-    assert out["phases"] == {1: 20, 2: 40, 3: 60} and out["held_out"] == {} and out["likelihood"] is None
+    assert out["phases"] == {1: (20, 39, 20), 2: (40, 59, 20), 3: (60, 89, 30)} and out["held_out"] == {} and out["likelihood"] is None
     assert (out["reward"]["first"], out["reward"]["best"], out["reward"]["best_step"], out["reward"]["last"]) == pytest.approx((0.5, 0.5, 9, 0.1))
     assert runs.outcome(rows[:60], {})["verdict"] == "held" and runs.outcome([{"step": 0, "reward/mean": 0.0}], {})["verdict"] == "held"
+
+
+def test_outcome_of_a_run_that_rose_of_one_that_died_and_of_a_short_one():
+    course = lambda rewards, phases=(): runs.outcome([{"step": step, "reward/mean": value, "phase": dict(phases).get(step, 0)} for step, value in enumerate(rewards)], {})
+    assert course([0.3 + 0.005 * step for step in range(60)])["verdict"] == "rose" and course([0.5] * 60)["verdict"] == "held"
+    died = course([0.3, 0.1, *[0.0] * 18], [(step, 4) for step in range(5, 20)])  # no window of ten has a maximum to lose
+    assert died["verdict"] == "collapsed" and died["phases"] == {4: (5, 19, 15)}
+    assert course([0.5] * 40, [(3, 1), (4, 1), (30, 1)])["phases"] == {1: (3, 30, 3)}
+    four = course([0.1, 0.3, 0.4, 0.6])["reward"]  # of ten steps there is but one window: 0.35 -> 0.35
+    assert (four["first"], four["last"], four["best"], four["window"]) == pytest.approx((0.2, 0.5, 0.5, 2))
 
 
 def test_command_writes_page_and_figure_and_more_runs_than_the_figure_holds(tmp_path, capsys):
@@ -241,10 +251,10 @@ needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync", "--enable-logging=stderr", "--v=0")
 
 
-def browse(tmp_path, path, state="", window="1280,900"):
+def browse(tmp_path, path, state="", window="1280,900", more=()):
     """The page's elements once its script has run, as text; fails on any console message."""
     run = subprocess.run(
-        [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={window}", "--virtual-time-budget=5000", "--dump-dom", f"{path.as_uri()}#{state}"],
+        [CHROMIUM, *FLAGS, *more, f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={window}", "--virtual-time-budget=5000", "--dump-dom", f"{path.as_uri()}#{state}"],
         capture_output=True, timeout=240, encoding="utf-8", errors="replace",
     )  # fmt: skip
     assert "CONSOLE" not in run.stderr, [line for line in run.stderr.splitlines() if "CONSOLE" in line]
@@ -385,6 +395,35 @@ def test_an_older_run_says_what_is_missing(tmp_path):
     assert dom.count("Missing:") == 7 and dom.count("not logged") >= 3
     assert "Missing:" in browse(tmp_path, tmp_path / "report.html", "view=trajectories")
     assert "Missing:" in browse(tmp_path, tmp_path / "report.html", "view=displacement")
+
+
+@needs_browser
+def test_the_first_group_shown_has_right_and_wrong_answers(tmp_path):
+    run = make_run(tmp_path / "run", groups=4, steps=12, rights=(5, 0, 3, 2))
+    page.write_page([run], tmp_path / "report.html")
+    dom = browse(tmp_path, tmp_path / "report.html", "view=trajectories")
+    assert re.search(r'<p class="question">Which club plays at stadium 2', dom) and "nothing to tell apart" not in dom
+    listed = re.findall(r'<option value="(\d)"[^>]*>(\d)/5 right', dom)
+    assert listed == [("2", "3"), ("3", "2"), ("0", "5"), ("1", "0")]
+    assert "nothing to tell apart" in browse(tmp_path, tmp_path / "report.html", "view=trajectories&question=0")
+
+
+@needs_browser
+@pytest.mark.parametrize("view", ["overview", "figures", "displacement", "trajectories", "glossary"])
+def test_no_view_scrolls_sideways_on_a_phone(tmp_path, built, view):
+    """In a frame of 420 pixels, which a window of a desktop's browser may not be."""
+    frame = tmp_path / "frame.html"
+    frame.write_text(f'''<!doctype html><body data-drawn="frame"><iframe width=420 height=860 src="{built.as_uri()}#view={view}"></iframe><script>
+      setTimeout(() => {{ const inside = document.querySelector("iframe").contentDocument.documentElement; document.body.dataset.beyond = inside.scrollWidth - inside.clientWidth; }}, 1500);</script>''')
+    assert re.search(r'data-beyond="(\d+)"', browse(tmp_path, frame, "x", more=("--allow-file-access-from-files",)))[1] == "0"
+
+
+@needs_browser
+def test_the_overview_says_when_phases_were_and_what_is_hidden(tmp_path, built):
+    dom = browse(tmp_path, built, "view=overview")
+    assert all(f" {text}</div>" in dom for text in ("stagnation 10–19", "decay 20–29", "acceleration from 30")) and "<small>mean per step</small>" in dom and "Reward <small>" in dom
+    dom = browse(tmp_path, built, "view=overview&hidden=0,1")
+    assert "all runs are switched off" in dom and "no evaluation logged" not in dom and "not logged" not in dom
 
 
 @needs_browser

@@ -97,6 +97,13 @@ def test_axes_do_not_blow_up_the_noise_of_a_quiet_run(tmp_path, monkeypatch):
     assert max(axes[4].lines[0].get_xdata()) == STEPS - 1
 
 
+def test_dollar_signs_are_no_formula(tmp_path):
+    """Two of them used to set what stands between as a formula, or to end in matplotlib's ParseException."""
+    run = write_run(tmp_path / "$\\frac{1 in $", [{"step": 0, "reward/mean": 0.1, "eval/a$b$/em": 0.5}])
+    report.plot_run([run], tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").exists() and report.literal("$5 or $6") == r"\$5 or \$6"
+
+
 def test_half_written_last_line_is_left_out(tmp_path):
     run = write_run(tmp_path / "a", full_rows())
     with open(run / "metrics.jsonl", "a") as file:
