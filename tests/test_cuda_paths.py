@@ -103,6 +103,15 @@ def test_steps_are_captured_and_a_capture_holds_no_question_to_the_device(quick)
     assert seen["graphs"]["captured"] >= 1 and seen["graphs"]["replayed"] > 4
 
 
+def test_the_benchmark_of_decode_steps_runs_in_each_of_its_modes(quick):
+    found = result(quick, "decoding")
+    for mode in ("eager", "graphs", "flash-attn", "flash-attn graphs"):
+        case = found[mode]
+        assert case["decode_ms"] > 0 and case["prefill_tokens_per_s"] > 0 and case["mode"] == mode
+        assert REAL or bool(case["seen"]["graphs"]) == mode.endswith("graphs")
+        assert REAL or ("kvcache" in case["seen"]["varlen"]) == mode.startswith("flash-attn")
+
+
 @counted
 def test_a_decode_step_waits_for_the_device_once(quick):
     """For the tokens drawn, also with top-p; all that the step tells the device goes there in one copy."""

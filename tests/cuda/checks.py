@@ -54,8 +54,7 @@ def device(num_devices: int = 1):
 
 
 def plain_type(x, *rest):
-    """`type` for a module that asks whether weights are plain parameters: a wrapped one would be, on a GPU.
-    """
+    """`type` for a module that asks whether weights are plain parameters: a wrapped one would be, on a GPU."""
     wrapped = isinstance(x, CudaTensor) and getattr(x, "_is_param", False)
     return torch.nn.Parameter if wrapped and not rest else type(x, *rest)
 
@@ -164,8 +163,7 @@ def with_flash_attn():
 
 
 def flash_attn() -> dict:
-    """With flash-attn: tokens of graphs beside those of eager steps in bf16, and what eager steps wait for.
-    """
+    """With flash-attn: tokens of graphs beside those of eager steps in bf16, and what eager steps wait for."""
     tokenizer, found = make_tokenizer(), {}
     graphs.REPEATS = 3
     lm = make("qwen2", torch.bfloat16, len(tokenizer))
@@ -180,6 +178,24 @@ def flash_attn() -> dict:
         found["graphs"] = compare(expected, play(lm, tokenizer, cuda_graphs=True, max_tokens=300)) | {
             "seen": seen()
         }
+    attention.flash_attn_with_kvcache = before
+    return found
+
+
+def decoding() -> dict:
+    """The benchmark of decode steps in each of its modes, in a tiny shape."""
+    sys.path.insert(0, str(ROOT / "tests" / "bench"))
+    import rollout_gpu
+
+    graphs.REPEATS, found = 3, {}
+    if not REAL:
+        rollout_gpu.BYTES, rollout_gpu.SIDE = 1 << 16, 64
+    before = attention.flash_attn_with_kvcache
+    with device():
+        with_flash_attn()
+        for mode in rollout_gpu.MODES:
+            SIM.reset()
+            found[mode] = rollout_gpu.measure_decode("tiny", 3, mode, context=20, steps=2) | {"seen": seen()}
     attention.flash_attn_with_kvcache = before
     return found
 
@@ -509,6 +525,7 @@ QUICK = [
     sampling,
     attending,
     flash_attn,
+    decoding,
     steps,
     mutations,
     searching,
