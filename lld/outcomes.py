@@ -245,36 +245,38 @@ def onsets(phases: Sequence[int], level: int) -> list[int]:
 
 
 def warnings(runs: Sequence[tuple[dict, Sequence[dict]]], phases: Sequence[Sequence[int]] | None = None) -> Table:
-    """How early phases 2 and 3 begin before a collapse, and how often where none comes.
+    """How early phases 2 to 4 begin before a collapse or how late after it, and how often where none comes.
 
     `runs` are pairs of a run and its rows, `phases` the phase of each row of each run, the logged one if None. A median counts a
     run without a warning up to its collapse as one with none at all.
     """
     title = (
-        "**Early warning.** Lead: steps from the start of the phase to the collapse, median over all collapsing runs; first start, and last start up to the collapse (an early false alarm that passed lends the first a long lead); "
-        f"before the fall: from the first start to where the reward began to lie {COLLAPSE_FALL} below its maximum. False alarms: over the stable runs, which neither collapsed nor halved their EM."
+        "**Early warning.** Of each phase, or a later one. Lead: steps from the start of the phase to the collapse, median over all collapsing runs; first start, and last start up to the collapse (an early false alarm that passed lends the first a long lead); "
+        f"before the fall: from the first start to where the reward began to lie {COLLAPSE_FALL} below its maximum. Caught later: runs without a warning up to their collapse that got one after it, and the median of steps between. False alarms: over the stable runs, which neither collapsed nor halved their EM."
     )
-    header = ("phase", "collapsing runs", "warned", "lead, first", "lead, last", "before the fall", "stable runs", "runs with a false alarm", "false alarms")
+    header = ("phase", "collapsing runs", "warned", "lead, first", "lead, last", "before the fall", "caught later", "by", "stable runs", "runs with a false alarm", "false alarms")
     if phases is None:
         phases = [recorded_phases(rows) for _, rows in runs]
     judged = [(run, [row["step"] for row in rows], of_run) for (run, rows), of_run in zip(runs, phases)]
     if not any(phase for of_run in phases for phase in of_run):
         return Table(title, header, [])
     rows = []
-    for level, name in ((2, "2 decay"), (3, "3 acceleration")):
-        leads, last_leads, fall_leads, false_alarms = [], [], [], []
+    for level, name in ((2, "2 decay"), (3, "3 acceleration"), (4, "4 collapse")):
+        leads, last_leads, fall_leads, delays, false_alarms = [], [], [], [], []
         for run, steps, of_run in judged:
             starts = [steps[index] for index in onsets(of_run, level)]
             if run["collapse_step"] is None:
                 false_alarms += [] if run["em_halved"] else [len(starts)]
                 continue
+            if starts and starts[0] > run["collapse_step"]:
+                delays.append(starts[0] - run["collapse_step"])
             starts = [step for step in starts if step <= run["collapse_step"]]
             leads.append(run["collapse_step"] - starts[0] if starts else -math.inf)
             last_leads.append(run["collapse_step"] - starts[-1] if starts else -math.inf)
             fall_leads.append(run["falling_step"] - starts[0] if starts else -math.inf)
         middle = lambda values: "–" if not values else "no warning" if median(values) == -math.inf else f"{median(values):g}"
         num_warned = sum(lead > -math.inf for lead in leads)
-        rows.append((name, str(len(leads)), str(num_warned), middle(leads), middle(last_leads), middle(fall_leads), str(len(false_alarms)), str(sum(map(bool, false_alarms))), str(sum(false_alarms))))
+        rows.append((name, str(len(leads)), str(num_warned), middle(leads), middle(last_leads), middle(fall_leads), str(len(delays)), middle(delays), str(len(false_alarms)), str(sum(map(bool, false_alarms))), str(sum(false_alarms))))
     return Table(title, header, rows)
 
 

@@ -326,10 +326,11 @@ def test_warnings_by_hand():
     collapsed = {"a": 50, "b": 55, "c": None, "d": None}
     runs = [(run_of(name, "1e-4", 0, 0.5, collapsed[name]), [{"step": step, "phase": phase} for step, phase in zip(steps, phases[name])]) for name in phases]
     table = outcomes.warnings(runs)
-    assert table.rows[0] == ("2 decay", "2", "1", "no warning", "no warning", "no warning", "2", "1", "2")
-    assert table.rows[1][1:4] == ("2", "0", "no warning") and table.rows[1][-2:] == ("0", "0")
+    assert table.rows[0] == ("2 decay", "2", "1", "no warning", "no warning", "no warning", "1", "1", "2", "1", "2")  # "b" a step late
+    assert table.rows[1][1:4] == ("2", "0", "no warning") and table.rows[1][6:8] == ("1", "1") and table.rows[1][-2:] == ("0", "0")
     alone = outcomes.warnings([runs[0], runs[2]], [[row["phase"] for row in rows] for _, rows in (runs[0], runs[2])])
-    assert alone.rows[0] == ("2 decay", "1", "1", "30", "10", "25", "1", "1", "2")
+    assert alone.rows[0] == ("2 decay", "1", "1", "30", "10", "25", "0", "–", "1", "1", "2")
+    assert table.rows[2] == ("4 collapse", "2", "0", "no warning", "no warning", "no warning", "0", "–", "2", "0", "0")
     assert outcomes.warnings([(run, [{"step": 0}]) for run, _ in runs]).rows == []  # no phases were logged
 
 

@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import random
+import re
 import math
 
 import pytest
 import torch
-from conftest import make_lm, make_tokenizer
+from bench import alarm
+from conftest import ROOT, make_lm, make_tokenizer
 from gradients import OPTIONS, make_episodes
 
 from lld import config, metrics, monitor, phases, trajectories
@@ -281,6 +283,18 @@ def test_one_sign_alone_is_no_collapse_but_a_lost_reward_is_after_ten_steps():
     assert phases.detect(course([0.6] * 30 + [0.2] * 30, valid_actions=[1.0] * 30 + [0.0] * 30)) == [0] * 33 + [4] * 27
     assert phases.detect(course([0.6] * 30 + [0.2] * 30, entropy=[0.4] * 30 + [0.001] * 30))[35:] == [4] * 25
     assert set(phases.detect(course([0.15] * 30 + [0.06] * 30, valid_actions=0.9))) == {0}  # below .1 there is nothing to lose
+
+
+def test_the_alarm_on_recorded_runs():
+    """tests/fixtures/alarm.jsonl: plain GRPO and LLDS at learning rates from 1e-4 to 2e-3; docs/alarm.md has the table."""
+    judged, text = alarm.table()
+    dead, alive = [run for run in judged if run["collapsed"]], [run for run in judged if not run["collapsed"]]
+    assert len(dead) >= 10 and len(alive) >= 6
+    assert all(run["collapse"] is not None and run["collapse"] - run["lost"] < 10 for run in dead), text
+    assert not any(run["collapse"] is not None for run in alive), text
+    assert sum(run["old"] is None for run in dead) > len(dead) / 2  # what the phases alone had missed
+    figures = lambda some: [line for line in some.splitlines() if re.match(r"\| (8|16) ", line)]
+    assert figures(text) == figures((ROOT / "docs" / "alarm.md").read_text())
 
 
 def test_noise_is_no_collapse():
