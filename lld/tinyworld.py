@@ -4,21 +4,27 @@ It exercises every part of the project in minutes on two CPU cores, through the 
 it illustrate the mechanism; they are no evidence for models of real size.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import math
+import os
 import random
 import shutil
+import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lld import config, protocol, retrieval
+from lld import checkpoint, config, protocol, retrieval, runs
 
 VERSION = 1  # of what `prepare` writes; raise it with every change of the bytes
 HELD_OUT_SHARE = 0.15
@@ -455,15 +461,15 @@ def _check_prepared(folder: Path, identity: dict) -> dict:
     description = folder / "world.json"
     if not description.is_file():
         raise ValueError(f"tinyworld.dir = {str(folder)!r} holds other files and no world.json: choose another tinyworld.dir or empty it")
-    world = json.loads(description.read_text())
-    found = world["identity"]
+    remedy = "delete the folder or choose another tinyworld.dir"
+    world = runs.parse_json(description.read_bytes(), str(description), remedy)
+    found = world.get("identity")
+    if not isinstance(found, dict) or not isinstance(world.get("longest"), dict):
+        raise ValueError(f"{description} is damaged (no identity and longest in it): {remedy}")
     if found != identity:
         names = [name for name in sorted(found.keys() | identity.keys()) if found.get(name) != identity.get(name)]
         apart = ", ".join(f"{name} {found.get(name)!r} there, {identity.get(name)!r} asked" for name in names)
-        raise ValueError(
-            f"tinyworld.dir = {str(folder)!r} holds a world made with other options ({apart}): "
-            "delete the folder or choose another tinyworld.dir"
-        )
+        raise ValueError(f"tinyworld.dir = {str(folder)!r} holds a world made with other options ({apart}): {remedy}")
     return world
 
 
@@ -478,37 +484,83 @@ def _check_room(cfg: config.TinyWorld, longest: dict[str, int], rollout: config.
         raise ValueError(f"rollout.max_turns = {rollout.max_turns}: two-hop questions take two searches; raise it or set tinyworld.two_hop_share 0")
 
 
+@contextlib.contextmanager
+def _alone(folder: Path):
+    """Makes the folder if it is not there, and holds it against other processes that want to make the same world.
+
+    Where the file system has no locks, all of them make it and the first one's stays.
+    """
+    made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"{folder}: another process is making this world; waiting for it", file=sys.stderr, flush=True)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # not empty: another process has made the world
+            if made:
+                folder.rmdir()
+        raise
+    finally:
+        os.close(descriptor)
+
+
 def prepare(cfg: config.TinyWorld, rollout: config.Rollout, topk: int) -> None:
     """Writes corpus.jsonl, train.jsonl, heldout.jsonl, policy/ and world.json under `cfg.dir`, or returns at once if they are there.
 
     The text files are a pure function of `cfg` and `topk`, the policy's weights up to the rounding of the machine and its
-    number of threads. Call it on one process. Written aside and renamed, so a killed call leaves nothing that looks whole.
-    Raises ValueError if the folder was made with other options or if the `rollout` lengths are too short for this world.
+    number of threads. Call it on one process; a second run waits for the first one's world. Written into a new folder beside it
+    and renamed, so a killed call leaves nothing that looks whole, and no folder that was there is removed or written into.
+    Raises ValueError if the folder was made with other options or if the `rollout` lengths are too short for this world,
+    checkpoint.WriteError if it cannot be written.
     """
-    folder, partial = Path(cfg.dir), Path(f"{cfg.dir}.partial")
+    folder = Path(cfg.dir)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"tinyworld.dir = {cfg.dir!r} is a file, not a folder: choose another tinyworld.dir")
     identity = _identity(cfg, topk)
-    if folder.exists() and any(folder.iterdir()):
-        _check_room(cfg, _check_prepared(folder, identity)["longest"], rollout)
-        return
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    world = make_world(cfg)
-    train, held_out = make_questions(world, cfg)
-    tokenizer = make_tokenizer(world, topk)
-    _write_jsonl(partial / "corpus.jsonl", [{"id": passage.id, "contents": passage.contents} for passage in passages(world)])
-    _write_jsonl(partial / "train.jsonl", [question_row(world, question, f"tiny_train_{i}") for i, question in enumerate(train)])
-    _write_jsonl(partial / "heldout.jsonl", [question_row(world, question, f"tiny_heldout_{i}") for i, question in enumerate(held_out)])
-    count = min(MAX_DEMONSTRATIONS, BATCH_SIZE * cfg.warm_start_steps)
-    demonstrations, longest = make_demonstrations(world, train, tokenizer, partial / "corpus.jsonl", count, topk, cfg.seed)
-    _check_room(cfg, longest, rollout)  # before the minutes of training
-    policy = make_policy(cfg, tokenizer)
-    print(f"{folder}: making passages, questions and a policy, with {cfg.warm_start_steps} steps of warm start (some minutes, once)", flush=True)
-    losses = warm_start(policy, demonstrations, cfg.warm_start_steps, cfg.seed)
-    policy.save_pretrained(partial / "policy")
-    tokenizer.save_pretrained(partial / "policy")
-    description = {"identity": identity, "longest": longest, "warm_start_losses": [losses[0], losses[-1]]}
-    (partial / "world.json").write_text(json.dumps(description, indent=2) + "\n")
-    if folder.exists():
-        folder.rmdir()
-    partial.rename(folder)
+    whole = lambda: folder.is_dir() and any(folder.iterdir())
+    try:
+        if not whole():
+            with _alone(folder):
+                if not whole():
+                    _make(cfg, rollout, topk, folder, identity)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, RuntimeError) and "inline_container" not in str(error) or isinstance(error, OSError) and error.errno not in checkpoint.DISK_ERRORS:
+            raise
+        raise checkpoint.WriteError(f"tinyworld.dir = {cfg.dir!r} cannot be written: {str(error).splitlines()[0]}") from error
+    _check_room(cfg, _check_prepared(folder, identity)["longest"], rollout)
+
+
+def _make(cfg: config.TinyWorld, rollout: config.Rollout, topk: int, folder: Path, identity: dict) -> None:
+    """Makes the world in a folder of a name of its own, which takes the place of the empty `folder` when it is whole."""
+    partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".partial", dir=folder.parent))
+    try:
+        partial.chmod(folder.stat().st_mode & 0o7777)  # mkdtemp's is for the owner alone
+        world = make_world(cfg)
+        train, held_out = make_questions(world, cfg)
+        tokenizer = make_tokenizer(world, topk)
+        _write_jsonl(partial / "corpus.jsonl", [{"id": passage.id, "contents": passage.contents} for passage in passages(world)])
+        _write_jsonl(partial / "train.jsonl", [question_row(world, question, f"tiny_train_{i}") for i, question in enumerate(train)])
+        _write_jsonl(partial / "heldout.jsonl", [question_row(world, question, f"tiny_heldout_{i}") for i, question in enumerate(held_out)])
+        count = min(MAX_DEMONSTRATIONS, BATCH_SIZE * cfg.warm_start_steps)
+        demonstrations, longest = make_demonstrations(world, train, tokenizer, partial / "corpus.jsonl", count, topk, cfg.seed)
+        _check_room(cfg, longest, rollout)  # before the minutes of training
+        policy = make_policy(cfg, tokenizer)
+        print(f"{folder}: making passages, questions and a policy, with {cfg.warm_start_steps} steps of warm start (some minutes, once)", flush=True)
+        losses = warm_start(policy, demonstrations, cfg.warm_start_steps, cfg.seed)
+        policy.save_pretrained(partial / "policy")
+        tokenizer.save_pretrained(partial / "policy")
+        description = {"identity": identity, "longest": longest, "warm_start_losses": [losses[0], losses[-1]]}
+        (partial / "world.json").write_text(json.dumps(description, indent=2) + "\n")
+        try:
+            os.rename(partial, folder)
+        except OSError:
+            if not any(folder.iterdir()):  # else another process was first, where there are no locks
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,13 +1,15 @@
 import dataclasses
 import json
 import random
+import resource
+import threading
 from collections import Counter
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lld import config, protocol, tinyworld
+from lld import checkpoint, config, protocol, tinyworld
 
 TINY = config.TinyWorld(num_people=30, warm_start_steps=12, hidden_size=32, namesake_share=0.2)
 TOPK = 3
@@ -236,13 +238,71 @@ def test_a_folder_with_other_files_is_never_overwritten(tmp_path):
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
-def test_a_killed_call_leaves_no_world_and_the_next_one_starts_clean(prepared, tmp_path, monkeypatch):
+def test_a_call_that_ends_early_leaves_nothing_and_touches_no_folder_that_was_there(prepared, tmp_path, monkeypatch):
+    """A folder that only has the name of an unfinished world is somebody's, and stays as it is."""
     cfg = dataclasses.replace(prepared[0], dir=str(tmp_path / "world"))
+    (tmp_path / "world.partial").mkdir()
+    (tmp_path / "world.partial" / "thesis.tex").write_text("years of work")
     with monkeypatch.context() as patch:
         patch.setattr(tinyworld, "warm_start", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             tinyworld.prepare(cfg, config.Rollout(), TOPK)
-    assert not (tmp_path / "world").exists() and (tmp_path / "world.partial").exists()
-    (tmp_path / "world.partial" / "stale.txt").write_text("left behind")
+    assert [path.name for path in tmp_path.iterdir()] == ["world.partial"]
     tinyworld.prepare(cfg, config.Rollout(), TOPK)
-    assert files_of(tmp_path / "world") == files_of(prepared[1]) and not (tmp_path / "world.partial").exists()
+    assert files_of(tmp_path / "world") == files_of(prepared[1])
+    assert {path.name for path in tmp_path.iterdir()} == {"world", "world.partial"}
+    assert (tmp_path / "world.partial" / "thesis.tex").read_text() == "years of work"
+    assert (tmp_path / "world").stat().st_mode == (tmp_path / "world.partial").stat().st_mode
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_two_runs_that_want_one_new_world_share_it(prepared, tmp_path, monkeypatch, capfd, locks):
+    """The second waits for the first one's; where the file system has no locks, both make it and one of the two stays."""
+    if not locks:
+        monkeypatch.setattr(tinyworld.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(37, "No locks available")))
+    cfg, made, failed = dataclasses.replace(prepared[0], dir=str(tmp_path / "world")), [], []
+    both = threading.Barrier(2)
+    identity = tinyworld._identity
+
+    def together(*args):
+        both.wait()
+        return identity(*args)
+
+    monkeypatch.setattr(tinyworld, "_identity", together)
+    make_policy = tinyworld.make_policy
+    monkeypatch.setattr(tinyworld, "make_policy", lambda *args: made.append(1) or make_policy(*args))
+
+    def prepare():
+        try:
+            tinyworld.prepare(cfg, config.Rollout(), TOPK)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=prepare) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed and len(made) == (1 if locks else 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["world"] and {str(name) for name in files_of(tmp_path / "world")} == {str(name) for name in files_of(prepared[1])}
+    assert ("waiting for it" in capfd.readouterr().err) == locks
+
+
+def test_a_full_disk_in_the_warm_start_is_named_and_the_next_call_succeeds(prepared, tmp_path):
+    cfg = dataclasses.replace(prepared[0], dir=str(tmp_path / "world"))
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        with pytest.raises(checkpoint.WriteError, match="tinyworld.dir = .*world' cannot be written: "):
+            tinyworld.prepare(cfg, config.Rollout(), TOPK)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    assert not list(tmp_path.iterdir())
+    tinyworld.prepare(cfg, config.Rollout(), TOPK)
+    assert files_of(tmp_path / "world") == files_of(prepared[1])
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 100_000, '{"identity": 1, "longest": {}}'])
+def test_a_damaged_world_is_named(prepared, tmp_path, text):
+    (tmp_path / "world.json").write_text(text)
+    with pytest.raises(ValueError, match="world.json is damaged .*delete the folder or choose another tinyworld.dir"):
+        tinyworld.prepare(dataclasses.replace(prepared[0], dir=str(tmp_path)), config.Rollout(), TOPK)
