@@ -93,6 +93,8 @@ def _write(folder: Path, aside: Path, num_steps: int, lm, weights: dict | None, 
     tokenizer.save_pretrained(aside)
     torch.save({"num_steps": num_steps} | trainer_state, aside / "trainer_state.pt")
     own = [path for path in sorted(aside.rglob("*")) if path.is_file() and path.name not in written]
+    for path in own:
+        path.chmod((aside / "trainer_state.pt").stat().st_mode)  # safetensors' files are for their owner alone, whatever the umask
     files = written | {str(path.relative_to(aside)): fingerprint(path) for path in own}
     (aside / "manifest.json").write_text(json.dumps({"num_steps": num_steps, "files": files}, indent=1))
     for path in [*own, aside / "manifest.json"]:

@@ -5,31 +5,71 @@ The only causal shift of training is in `Policy.states`.
 
 import copy
 import os
+import re
+import sys
+from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from lld import attention
 from lld.joined import join_weights
 from lld.config import Model
 
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model")
 SLICE_LOGITS = {"cpu": 2**21}  # logits in memory at once: 8 MB stay in a CPU's cache; elsewhere 2**27, to fill a GPU
+
+
+def check_folder(where: str, option: str, hub: bool = True) -> None:
+    """Raises ValueError where `where` is, or can only be, a folder without a model, with the one that may be meant.
+
+    What may be a hub name passes if `hub`, with a line that says so: the hub's answer to a misspelt folder comes late and says little.
+    """
+    path = Path(where).expanduser()
+    if (path / "config.json").is_file():
+        return
+    if path.is_dir():
+        inside = sorted(found.parent for pattern in ("*/config.json", "*/*/config.json") for found in path.glob(pattern))
+        remedy = f"did you mean {inside[-1]}?" if inside else "give a folder that from_pretrained opens"
+        raise ValueError(f"{option} {where}: no config.json in it; {remedy}")
+    there = sorted(found.parent.name for found in path.parent.glob("step_*/config.json"))
+    if there:
+        raise ValueError(f"{option} {where}: no such folder; {path.parent} holds {', '.join(there)}")
+    named = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", where) and (path.parent == Path() or not path.parent.is_dir())  # as the hub does
+    if named and hub:
+        print(f"{option} {where}: no such folder here; asking the hub", file=sys.stderr)
+        return
+    remedy = "or a hub name such as Qwen/Qwen2.5-3B (which cannot begin with the name of a folder here)" if hub else f"or for a hub name: `hf download {where if named else 'NAME'} --local-dir DIR`"
+    raise ValueError(f"{option} {where}: no such folder; give one that from_pretrained opens, {remedy}")
 
 
 def load_tokenizer(options: Model):
     """The tokenizer of a model; raises ValueError where it has no EOS, and pads with EOS where it has no pad token."""
+    folder = Path(options.path)
+    if not any(found for name in TOKENIZER_FILES for found in folder.glob(name)):
+        check_folder(options.path, "model.path =")
+        if folder.is_dir():
+            raise ValueError(f"model.path = {options.path!r} holds no tokenizer ({', '.join(TOKENIZER_FILES)}): copy the one the model was trained with into it")
     try:
         tokenizer = AutoTokenizer.from_pretrained(options.path, trust_remote_code=options.trust_remote_code)
-    except (OSError, ValueError) as error:  # ValueError: a damaged JSON file
-        raise ValueError(f"cannot open the tokenizer of model.path = {options.path!r}: give a hub name or a folder with a model and its tokenizer ({error})") from None
+    except Exception as error:  # whatever a damaged or hostile file makes of it: transformers checks little
+        raise ValueError(f"cannot open the tokenizer of model.path = {options.path!r}: give a hub name or a folder with a model and its tokenizer ({type(error).__name__}: {error})") from None
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {options.path} has no EOS token, so no turn could end by itself; set `eos_token` in its tokenizer_config.json")
     if tokenizer.pad_token_id is None:
         # Harmless here: masks are recorded when a token is born and never inferred from pad ids.
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def read_shape(options: Model) -> PreTrainedConfig:
+    """The model's config.json, but for its word on how attention is computed: there a file may name a kernel on the hub, which is code."""
+    shape = AutoConfig.from_pretrained(options.path, trust_remote_code=options.trust_remote_code)
+    shape._attn_implementation = attention.NAME
+    if getattr(shape, "quantization_config", None):
+        raise ValueError("its weights are quantized (quantization_config), and cannot be trained: give the model they were made from")
+    return shape
 
 
 def load_lm(options: Model):
@@ -42,10 +82,10 @@ def load_lm(options: Model):
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # accelerate's launcher turns it on, and then transformers gives all processes but one empty weights
     try:
         lm, found = AutoModelForCausalLM.from_pretrained(
-            options.path, dtype=torch.float32, attn_implementation=attention.NAME, trust_remote_code=options.trust_remote_code, output_loading_info=True
+            options.path, config=read_shape(options), dtype=torch.float32, attn_implementation=attention.NAME, trust_remote_code=options.trust_remote_code, output_loading_info=True
         )
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"cannot load the weights of model.path = {options.path!r}: {error}") from None
+    except Exception as error:  # whatever a damaged or hostile file makes of it: transformers checks little
+        raise ValueError(f"cannot load the weights of model.path = {options.path!r}: {type(error).__name__}: {error}") from None
     wrong = sorted(str(key) for kind in ("missing_keys", "mismatched_keys", "unexpected_keys") for key in found[kind])
     if wrong:
         raise ValueError(f"model.path = {options.path!r}: weights and config.json are not of the same model ({len(wrong)} tensors differ, the first is {wrong[0]})")
