@@ -30,7 +30,7 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object, set_seed
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from lld import checkpoint, config, crashbox, metrics, monitor, optimizers, phases, plan, protocol, runs, sharding, survive, tinyworld, trajectories
 from lld.advantages import group_advantages
@@ -39,7 +39,7 @@ from lld.engine import Engine
 from lld.episode import Batch, Episode, collate
 from lld.evaluate import evaluate_questions, load_benchmark, summarize
 from lld.loss import answer_beta
-from lld.policy import Policy, check_fit, eos_ids, load_lm, load_tokenizer
+from lld.policy import Policy, check_fit, eos_ids, load_lm, load_tokenizer, read_shape
 from lld.report import write_report
 from lld.reward import score_episodes
 from lld.rollout import check_prompts, rollout
@@ -188,7 +188,7 @@ def train(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
                 tell_scores(cfg, runs.read_rows(run_dir / "metrics.jsonl"))
             steps.set_postfix(reward=f"{row['reward/mean']:.3f}", entropy=f"{row.get('entropy', math.nan):.3f}", searches=f"{row['searches']:.2f}")
         if began and parts.recent is not None and accelerator.is_main_process:
-            folder = parts.recent.write(run_dir, cfg, parts.lm, parts.tokenizer)
+            folder = parts.recent.write(run_dir, cfg, parts.lm, parts.tokenizer, parts.reference and accelerator.unwrap_model(parts.reference).lm)
             tqdm.write(f"crash box: {folder}; try another loss on it with train.py --replay {folder} loss.lld_weight=0.2")
         row = {}
         if failure or guard.agreed(accelerator):
@@ -567,8 +567,7 @@ def progress_bar(parts: Parts, total: int, what: str) -> tqdm:
 def expected_shapes(options: config.Model) -> dict[str, torch.Tensor]:
     """The tensors that a model of `options.path` would have, without their memory."""
     with torch.device("meta"):
-        model_config = AutoConfig.from_pretrained(options.path, trust_remote_code=options.trust_remote_code)
-        return AutoModelForCausalLM.from_config(model_config, trust_remote_code=options.trust_remote_code).state_dict()
+        return AutoModelForCausalLM.from_config(read_shape(options), trust_remote_code=options.trust_remote_code).state_dict()
 
 
 if __name__ == "__main__":

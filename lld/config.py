@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
 from dataclasses import dataclass, field
@@ -22,6 +23,14 @@ RESUMABLE = (
     "optim.micro_batch_tokens", "rollout.num_slots", "rollout.cuda_graphs", "rollout.max_failed_groups", "retriever.url", "retriever.replicas", "retriever.timeout_s",
     "retriever.deadline_s", "retriever.retries", "retriever.record", "retriever.empty_results",
 )  # fmt: skip
+# Every option that holds text falls into one of these three (tests/test_security.py). A file that is read back, of a run or a
+# crash box that may be somebody else's, may name neither code nor a place to write; what it may have read is the reader's to say.
+CODE_AND_WRITES = ("run.dir", "run.trackers", "model.path", "model.trust_remote_code", "retriever.record", "tinyworld.dir")
+READS = ("data.train", "retriever.url", "retriever.replicas", "retriever.replay", "retriever.index", "retriever.corpus", "retriever.encoder", "retriever.oracle_questions", "eval.benchmarks")
+WORDS = ("data.train_split", "data.train_sources", "retriever.faiss_params", "eval.during_training")
+MAX_YAML_BYTES = 1 << 20
+MAX_SEED = 2**32 - 1  # the most that numpy's generator takes
+MAX_WATCHDOG_S = 1e7  # 115 days
 
 
 @dataclass(frozen=True)
@@ -218,6 +227,30 @@ def _nearest(name: str, names) -> str:
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(names))}"
 
 
+def _option_like(name: str, section: str | None = None) -> str | None:
+    """The `section.option` that `name` may mean: by its initials (learning_rate: lr) in the section, else by its name in any section."""
+    options = {f"{s.name}.{option}": option for s in dataclasses.fields(Config) for option in typing.get_type_hints(s.type)}
+    initials = "".join(word[:1] for word in name.split("_"))
+    close = difflib.get_close_matches(name, options.values(), n=1, cutoff=0.8)
+    meant = [full for full, option in options.items() if option == name]
+    meant += [full for full, option in options.items() if option == initials and section in (None, full.partition(".")[0])]
+    return next(iter(meant + [full for full, option in options.items() if option in close]), None)
+
+
+def refuse_dashes(arguments: list[str]) -> None:
+    """Raises ValueError for `--run.steps 3`, the form of other command lines, which argparse would only call unrecognized."""
+    for place, argument in enumerate(arguments):
+        if match := re.fullmatch(r"--(\w+\.[\w.]+)(?:=(.*))?", argument, re.DOTALL):
+            value = match[2] if match[2] is not None else next(iter(arguments[place + 1 :]), "VALUE")
+            raise ValueError(f"{argument}: options are written without dashes: {match[1]}={value}")
+
+
+def check_name(name: str, where: str) -> None:
+    """Raises ValueError unless `name` can name a file: no separator, no control character, neither empty nor hidden."""
+    if not re.fullmatch(r"[^\W_][\w.+-]{0,99}", name):
+        raise ValueError(f"{where}: {name!r} cannot name a file: use letters, digits, '.', '_', '+' and '-', first a letter or digit, at most 100")
+
+
 def _convert(value, kind, where: str):
     """`value` as `kind`, or a ValueError that names the option; ints pass as floats, YAML's '1e-6' string too."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
@@ -260,31 +293,55 @@ def from_dict(tree: dict) -> Config:
         kinds = typing.get_type_hints(sections[section])
         for name in values:
             if name not in kinds:
-                raise ValueError(f"unknown option {section}.{name}: {_nearest(name, kinds)}")
+                near = difflib.get_close_matches(str(name), kinds)
+                like = None if near else _option_like(str(name), section)
+                raise ValueError(f"unknown option {section}.{name}: " + (f"did you mean {like}?" if like else _nearest(str(name), kinds)))
         built[section] = sections[section](**{name: _convert(v, kinds[name], f"{section}.{name}") for name, v in values.items()})
     cfg = Config(**built)
     validate(cfg)
     return cfg
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML in which a name may be given once: of two sections `loss:` the first would be lost without a word."""
+class _PlainLoader(yaml.SafeLoader):
+    """YAML without aliases, of which a few lines may stand for gigabytes, and in which a name may be given once: of two sections
+    `loss:` the first would be lost without a word."""
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.YAMLError(f"line {event.start_mark.line + 1}: the alias *{event.anchor} is not read: write out what it stands for")
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node, deep=False):
-        keys = [self.construct_object(key, deep) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.YAMLError(f"{key!r} is given twice, the second time at line {node.value[len(keys) - 1 - keys[::-1].index(key)][0].start_mark.line + 1}")
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep)
+            if isinstance(key, (str, int, float)) and key in seen:
+                raise yaml.YAMLError(f"{key!r} is given twice, the second time at line {key_node.start_mark.line + 1}")
+            seen.add(key if isinstance(key, (str, int, float)) else None)
         return super().construct_mapping(node, deep)
+
+
+def parse_yaml(text: str):
+    """What a YAML text of at most a megabyte holds; ValueError for anything that cannot be read."""
+    if len(text) > MAX_YAML_BYTES:
+        raise ValueError(f"{len(text)} characters, more than {MAX_YAML_BYTES}")
+    try:
+        return yaml.load(text, _PlainLoader)
+    except RecursionError:
+        raise ValueError("brackets nested too deeply") from None
+    except (yaml.YAMLError, ValueError, TypeError) as error:  # ValueError: a number of thousands of digits, a date that does not exist
+        raise ValueError(str(error)) from None
 
 
 def read_yaml(path: str | Path) -> dict:
     """The mapping that a YAML file holds; ValueError names the file where it holds anything else."""
     if not Path(path).is_file():
-        raise ValueError(f"no config file {path}")
+        near = difflib.get_close_matches(Path(path).name, [other.name for other in Path(path).parent.glob("*.yaml")], n=1)
+        raise ValueError(f"no config file {path}" + (f": did you mean {Path(path).parent / near[0]}?" if near else ""))
     try:
-        tree = yaml.load(Path(path).read_text(encoding="utf-8"), _UniqueKeys) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        tree = parse_yaml(Path(path).read_text(encoding="utf-8")) or {}
+    except ValueError as error:  # UnicodeDecodeError is one
         raise ValueError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(tree, dict):
         raise ValueError(f"{path} must hold sections such as 'loss:', not {type(tree).__name__}")
@@ -303,7 +360,8 @@ def with_overrides(tree: dict, overrides: list[str]) -> Config:
         name, sign, value = override.partition("=")
         section, dot, option = name.partition(".")
         if not (sign and dot and option):
-            raise ValueError(f"override {override!r}: write section.option=value, such as loss.lld_weight=0.1")
+            like = _option_like(name) if sign and not dot else None
+            raise ValueError(f"override {override!r}: " + (f"did you mean {like}={value}?" if like else "write section.option=value, such as loss.lld_weight=0.1"))
         if tree.get(section) is None:
             tree[section] = {}
         target = tree[section]
@@ -314,10 +372,30 @@ def with_overrides(tree: dict, overrides: list[str]) -> Config:
         if not isinstance(target, dict):
             raise ValueError(f"override {override!r}: {name.rpartition('.')[0]} holds no options of its own")
         try:
-            target[option] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
+            target[option] = parse_yaml(value)
+        except ValueError as error:
             raise ValueError(f"override {override!r}: {value!r} is not a YAML value ({error})") from None
     return from_dict(tree)
+
+
+def read_back(path: str | Path, overrides: list[str] = (), reads: bool = True) -> tuple[Config, list[str]]:
+    """The options of a file that somebody else may have written, such as RUN/config.yaml, and the names of those not taken from it.
+
+    Options of CODE_AND_WRITES keep their defaults unless an override, which the user typed, gives them; so do those of
+    READS where `reads` is False.
+    """
+    tree, default, dropped = copy.deepcopy(read_yaml(path)), to_dict(Config()), []
+    for name in CODE_AND_WRITES + (() if reads else READS):
+        section, _, option = name.partition(".")
+        options = tree.get(section)
+        if isinstance(options, dict) and option in options and options.pop(option) != default[section][option]:
+            dropped.append(name)
+    tree.pop("tinyworld", None)  # its options say how to make what `dir` names
+    if not reads and isinstance(tree.get("eval"), dict):
+        tree["eval"].pop("during_training", None)  # names of the benchmarks
+    if not reads and isinstance(tree.get("retriever"), dict):
+        tree["retriever"] = {"topk": tree["retriever"]["topk"]} if "topk" in tree["retriever"] else {}
+    return with_overrides(tree, overrides), dropped
 
 
 def to_dict(cfg: Config) -> dict:
@@ -369,6 +447,18 @@ def validate(cfg: Config) -> None:
             value = getattr(getattr(cfg, section), name)
             if not value >= 0:
                 raise ValueError(f"{section}.{name} = {value}: must not be negative")
+    if not cfg.run.dir:
+        raise ValueError("run.dir is empty: name the folder that is to receive what the run writes")
+    for name, most in {"run.seed": MAX_SEED, "tinyworld.seed": MAX_SEED, "run.watchdog_s": MAX_WATCHDOG_S}.items():
+        section, _, option = name.partition(".")
+        if (value := getattr(getattr(cfg, section), option)) > most:
+            raise ValueError(f"{name} = {value}: must be at most {most:g}")
+    for name in (*CODE_AND_WRITES, *READS):
+        section, _, option = name.partition(".")
+        value = getattr(getattr(cfg, section), option)
+        for text in value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else [value]:
+            if isinstance(text, str) and "\0" in text:
+                raise ValueError(f"{name} = {text!r}: a path cannot hold the character NUL")
     rollout, loss, optim = cfg.rollout, cfg.loss, cfg.optim
     if rollout.group_size < 2:
         raise ValueError(f"rollout.group_size = {rollout.group_size}: a group of one has no advantage to learn from; use 2 or more")
@@ -416,6 +506,8 @@ def validate(cfg: Config) -> None:
         raise ValueError(f"optim.micro_batch_tokens = {optim.micro_batch_tokens}: must hold the longest episode, rollout.max_episode_tokens = {rollout.max_episode_tokens}; null counts rows instead (micro_batch_size)")
     if len(optim.betas) != 2 or not all(0 <= b < 1 for b in optim.betas):
         raise ValueError(f"optim.betas = {list(optim.betas)}: must be two numbers in [0, 1)")
+    for name in cfg.eval.benchmarks:
+        check_name(name, "eval.benchmarks")
     unknown = [name for name in cfg.eval.during_training if name not in cfg.eval.benchmarks]
     if unknown:
         raise ValueError(f"eval.during_training names {unknown[0]!r}: {_nearest(unknown[0], cfg.eval.benchmarks)}")

@@ -1,12 +1,14 @@
 """A crash box: the last rollouts of a run with the weights and optimizer they were trained from, to be trained on again.
 
 `BOX/checkpoints/step_N` is a checkpoint like any other, `BOX/episodes/step_M.jsonl` the episodes of each later step,
-`BOX/metrics.jsonl` the run's log until then. `train.py --replay BOX [section.option=value …]` makes the same updates,
-with the same options bit for bit, or with another loss.
+`BOX/reference` the model of the KL term where there is one, `BOX/metrics.jsonl` the run's log until then.
+`train.py --replay BOX [section.option=value …]` makes the same updates, with the same options bit for bit, or with another loss.
+A box may be somebody else's: a replay reads nothing but the box, and writes nowhere but into it (`config.read_back`).
 """
 
 import copy
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Callable
@@ -37,14 +39,20 @@ class Recent:
     def keep(self, step: int, episodes: list[Episode]) -> None:
         self.episodes[step] = episodes
 
-    def write(self, run_dir: Path, cfg: config.Config, lm, tokenizer) -> Path:
-        """Writes RUN/boxes/step_N, aside first; of the boxes written earlier only the first stays. Returns the folder."""
+    def write(self, run_dir: Path, cfg: config.Config, lm, tokenizer, reference=None) -> Path:
+        """Writes RUN/boxes/step_N, aside first; of the boxes written earlier only the first stays. Returns the folder.
+
+        `reference` is the model of the KL term, None without one.
+        """
         step, weights, trainer_state = self.states[0]
         folder = run_dir / "boxes" / f"step_{max(self.episodes) + 1:06d}"
         aside = folder.with_name(folder.name + ".partial")
         shutil.rmtree(aside, ignore_errors=True)
         (aside / "episodes").mkdir(parents=True)
         checkpoint.save(aside, step, lm, tokenizer, trainer_state, weights=weights)
+        if reference is not None:
+            reference.save_pretrained(aside / "reference")
+            tokenizer.save_pretrained(aside / "reference")
         for number, episodes in self.episodes.items():
             (aside / "episodes" / f"step_{number:06d}.jsonl").write_text("".join(trajectories.to_json(episode) + "\n" for episode in episodes))
         config.save(cfg, aside / "config.yaml")
@@ -69,7 +77,8 @@ def on_cpu(tree):
 
 def steps_of(box: Path) -> list[int]:
     """The steps whose episodes are in the box; ValueError unless it is whole."""
-    steps = sorted(int(path.stem.removeprefix("step_")) for path in (box / "episodes").glob("step_??????.jsonl"))
+    names = [path.stem.removeprefix("step_") for path in (box / "episodes").glob("step_??????.jsonl")]
+    steps = sorted(int(name) for name in names if re.fullmatch("[0-9]{6}", name))
     latest = checkpoint.latest(box)
     if latest is None or not steps or not (box / "config.yaml").is_file():
         raise ValueError(f"--replay {box}: no crash box, it needs config.yaml, checkpoints/ and episodes/ (a run with monitor.crash_box > 0 writes one to its boxes/ when decay, acceleration or collapse begins)")
@@ -90,14 +99,26 @@ def same_rows(original: list[dict], replayed: list[dict]) -> list[str]:
 
 
 def replay_options(box: Path, overrides: list[str]) -> config.Config:
-    """The options of the boxed run with `overrides`, for a run of its steps into BOX/replays."""
-    steps = steps_of(box)
-    name = "_".join(override.partition(".")[2] for override in overrides).replace("/", "-") or "unchanged"
-    cfg = config.load(str(box / "config.yaml"), [*overrides, f"run.dir={box}/replays/{name}", f"run.steps={steps[-1] + 1}", "eval.every=0", "eval.at_start=false", "run.trackers=[]", "monitor.crash_box=0", "monitor.stop_in_phase=0"])
-    before, now = config.to_dict(config.load(str(box / "config.yaml"))), config.to_dict(cfg)
-    changed = [f"{section}.{option}" for section in ("data", "model", "rollout", "retriever", "tinyworld") for option in now[section] if now[section][option] != before[section][option]]
-    if changed:
-        raise ValueError(f"--replay: {changed[0]} cannot be changed, the box's episodes were played with the other value; loss, advantage, reward, optim and monitor can")
+    """The options of the boxed run with `overrides`, for a run of its steps from what is in the box into BOX/replays."""
+    steps, latest = steps_of(box), checkpoint.latest(box)
+    name = re.sub(r"[^\w.=+-]", "-", "_".join(override.partition(".")[2] for override in overrides))[:100].lstrip(".") or "unchanged"
+    folder = box / "replays" / name
+    if not folder.resolve().is_relative_to(box.resolve()):
+        raise ValueError(f"--replay {box}: {folder} is a link that leads out of the box: delete the link")
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"--replay {box}: {folder} already holds files: delete it, or change another option")
+    given = [override.partition("=")[0] for override in overrides]
+    model = latest if not (box / "reference").is_dir() else box / "reference"
+    own = [f"run.dir={folder}", f"run.steps={steps[-1] + 1}", "eval.every=0", "eval.at_start=false", "monitor.crash_box=0", "monitor.stop_in_phase=0"]
+    own += [] if "model.path" in given else [f"model.path={model}"]
+    cfg, before = config.read_back(box / "config.yaml", [*overrides, *own], reads=False)[0], config.read_back(box / "config.yaml", reads=False)[0]
+    free = ("model.path", "model.trust_remote_code")  # who types them chooses them
+    for section in ("data", "model", "rollout", "retriever", "tinyworld"):
+        for option, value in config.to_dict(cfg)[section].items():
+            if f"{section}.{option}" not in free and value != config.to_dict(before)[section][option]:
+                raise ValueError(f"--replay: {section}.{option} cannot be changed, the box's episodes were played with the other value; loss, advantage, reward, optim and monitor can")
+    if cfg.loss.kl_weight > 0 and model == latest and "model.path" not in given:
+        raise ValueError(f"--replay {box}: loss.kl_weight = {cfg.loss.kl_weight}, and the box holds no reference/ model: give model.path=MODEL, the model the run began with, or loss.kl_weight=0")
     return cfg
 
 

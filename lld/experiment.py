@@ -24,7 +24,7 @@ from tqdm import tqdm
 from lld import outcomes, phases
 from lld.grid import Experiment, Run, check_made_alike, load_experiment
 from lld.outcome_figure import plot_experiment
-from lld.runs import read_metrics
+from lld.runs import parse_json, printable, read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TQDM_DISABLE": "1"}  # runs side by side, not threads; no bars in logs
@@ -44,7 +44,7 @@ class Job:
 
 def tail(log: Path, num_lines: int = LOG_TAIL) -> str:
     lines = log.read_text(errors="replace").replace("\r", "\n").rstrip().split("\n") if log.exists() else []
-    return "\n".join(f"    {line}" for line in lines[-num_lines:])
+    return "\n".join(f"    {printable(line)}" for line in lines[-num_lines:])
 
 
 def stop_all(processes: Sequence[subprocess.Popen], patience_s: float = 10.0) -> None:
@@ -93,10 +93,14 @@ def prepare_world(run: Run) -> int:
     """Makes the tiny world of `run` in this process; nothing to do where it is there."""
     import torch
 
-    from lld import tinyworld
+    from lld import checkpoint, tinyworld
 
     torch.set_num_threads(1)
-    tinyworld.prepare(run.cfg.tinyworld, run.cfg.rollout, run.cfg.retriever.topk)
+    try:
+        tinyworld.prepare(run.cfg.tinyworld, run.cfg.rollout, run.cfg.retriever.topk)
+    except checkpoint.WriteError as error:
+        print(f"lld.experiment: {error}: make room; the same command continues", file=sys.stderr)
+        return 7
     return 0
 
 
@@ -129,6 +133,12 @@ def run_experiment(experiment: Experiment, num_jobs: int, script: Path, prepare:
 # ---------------------------------------------------------------------------------------------------------------- tables
 
 
+def commit_of(path: Path) -> str:
+    """The first letters of the commit in a run.json; empty where there is none."""
+    about = parse_json(path.read_bytes(), str(path), "delete it") if path.exists() else {}
+    return str(about.get("commit", ""))[:7]
+
+
 def write_tables(experiment: Experiment, title: str) -> str:
     """Writes table.md, table.csv, runs.csv and figure.png of the finished runs into OUT; returns the text of table.md."""
     finished = [run for run in experiment.runs if run.finished()]
@@ -139,7 +149,7 @@ def write_tables(experiment: Experiment, title: str) -> str:
     for run in finished:
         about = {"world": run.world, "arm": run.arm, "rate": run.rate, "seed": run.seed, "steps": run.steps}
         runs.append(about | outcomes.describe_run(rows[run.folder], run.cfg.eval.during_training[0]))
-    commits = sorted({json.loads((run.folder / "run.json").read_text())["commit"][:7] for run in finished if (run.folder / "run.json").exists()})
+    commits = sorted({commit_of(run.folder / "run.json") for run in finished} - {""})
     seeds = sorted({run.seed for run in finished})
     head = f"{title}, base `{experiment.base}`: {len(finished)} of {len(experiment.runs)} runs finished, seeds {', '.join(map(str, seeds))}, commit {', '.join(commits) or 'unknown'}."
     sections = [outcomes.by_rate(runs), outcomes.own_best(runs, experiment.reference), outcomes.paired(runs, experiment.reference)]
@@ -166,7 +176,10 @@ def main(argv: list[str] | None = None, script: Path = ROOT / "train.py") -> int
     try:
         experiment = load_experiment(args.experiment, args.out, args.worlds)
         if args.prepare:
-            return prepare_world({run.name: run for run in experiment.runs}[args.prepare])
+            named = {run.name: run for run in experiment.runs}
+            if args.prepare not in named:
+                raise ValueError(f"--prepare {args.prepare}: no such run (the first is {next(iter(named))})")
+            return prepare_world(named[args.prepare])
         check_made_alike(experiment.runs)
         failed = []
         if not args.table_only:
@@ -181,8 +194,11 @@ def main(argv: list[str] | None = None, script: Path = ROOT / "train.py") -> int
         print(write_tables(experiment, Path(args.experiment).stem))
         print(f"tables and figure are in {experiment.out}", file=sys.stderr)
     except ValueError as error:
-        print(f"lld.experiment: {error}", file=sys.stderr)
+        print(f"lld.experiment: {printable(error)}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"lld.experiment: {printable(error)}: make room or mend the permissions; the same command continues", file=sys.stderr)
+        return 7
     except KeyboardInterrupt:
         print("lld.experiment: stopped; the same command continues", file=sys.stderr)
         return 130

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from lld import config
+from lld.runs import read_rows
 
 KEYS = ("base", "out", "options", "worlds", "arms", "reference", "figure_arms", "learning_rates", "seeds", "steps", "grids")
 GRID_KEYS = ("worlds", "arms", "learning_rates", "seeds", "steps", "options")
@@ -53,7 +52,7 @@ class Run:
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         if len(lines) != self.steps or not (self.cfg.eval.every and self.cfg.eval.during_training):
             return len(lines) >= self.steps
-        return any(name.startswith("eval/") for name in json.loads(lines[-1]))
+        return any(name.startswith("eval/") for name in read_rows(path)[-1])
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def _check_named(tree: dict, kind: str) -> dict[str, list[str]]:
     if not isinstance(tree.get(kind), dict) or not tree[kind]:
         raise ValueError(f"{kind} = {tree.get(kind)!r}: give each a name, such as '{kind}: {{name: [section.option=value]}}'")
     for name in tree[kind]:
-        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name) or "-lr" in name or (kind == "worlds" and name == "worlds"):
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", name) or "-lr" in name or (kind == "worlds" and name == "worlds"):
             raise ValueError(f"{kind}: {name!r} cannot name a folder: use letters, digits, '.', '_' and '-', without '-lr', and quote numbers")
     return {name: overrides_of(value, f"{kind}.{name}") for name, value in tree[kind].items()}
 
@@ -189,9 +188,10 @@ def check_made_alike(runs: Sequence[Run]) -> None:
         path = run.folder / "config.yaml"
         if not path.exists():
             continue
-        made, default = yaml.safe_load(path.read_text()), config.to_dict(config.Config())  # an option younger than the run had its default
+        made, default = config.read_yaml(path), config.to_dict(config.Config())  # an option younger than the run had its default
         for section, options in config.to_dict(run.cfg).items():
             for name, value in options.items():
-                there = made.get(section, {}).get(name, default[section][name])
+                own = made.get(section)
+                there = own.get(name, default[section][name]) if isinstance(own, dict) else default[section][name]
                 if f"{section}.{name}" not in FREE and plain(there) != plain(value):
                     raise ValueError(f"{run.folder} was made with {section}.{name} = {there!r}, and {value!r} is asked for now: delete the folder, or give the arm or world another name")

@@ -167,6 +167,7 @@ def append_rows(path: Path, rows: list[dict]) -> None:
 def replace_file(path: Path, text: str) -> None:
     """Writes a file aside and renames it: whoever reads it, also after a kill, finds the old text or the new, whole."""
     aside = path.with_suffix(".partial")
+    aside.unlink(missing_ok=True)  # it may be a link to elsewhere
     aside.write_text(text)
     os.replace(aside, path)
 

@@ -64,9 +64,7 @@ def read_trajectories(path: Path) -> list[list[dict]]:
     """The groups of one RUN/trajectories/step_N.jsonl, in order of the file."""
     groups: dict[str, list[dict]] = {}
     for row in runs.read_rows(path):
-        if type(row["step"]) is not int:  # it becomes part of the page's markup
-            raise ValueError(f"{path}: step = {row['step']!r} is no whole number: the file is damaged, delete it")
-        groups.setdefault(row["question"]["id"], []).append(row)
+        groups.setdefault(str(row["question"]["id"]), []).append(row)
     return list(groups.values())
 
 
@@ -153,14 +151,17 @@ def collect_trajectories(run_dir: Path, room: int) -> tuple[dict, dict[int, str]
     """
     texts, bars = {}, {"new": [], "final": []}
     for path in sorted((run_dir / "trajectories").glob("step_*.jsonl")):
-        groups = read_trajectories(path)
-        if not groups:
-            continue
-        step = groups[0][0]["step"]
-        texts[step] = escaped_json(compact_step(groups))
-        for later in bars:
-            if all(row[later] is not None for group in groups for row in group):
-                bars[later].append({"step": step, "bars": [bar for group in groups if (bar := question_displacement(group, later))]})
+        try:
+            groups = read_trajectories(path)
+            if not groups:
+                continue
+            step = groups[0][0]["step"]
+            texts[step] = escaped_json(compact_step(groups))
+            for later in bars:
+                if all(row[later] is not None for group in groups for row in group):
+                    bars[later].append({"step": step, "bars": [bar for group in groups if (bar := question_displacement(group, later))]})
+        except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}): delete it, and the report does without") from None
     later = "final" if bars["final"] else "new"
     steps = list(texts)
     shown = [steps[index] for index in evenly([len(text) for text in texts.values()], room)]
@@ -181,7 +182,7 @@ def page_content(run_dirs: Sequence[str | Path], trajectories_mb: float = TRAJEC
         shown.append(
             {
                 "label": label,
-                "about": json.loads(about.read_text(encoding="utf-8")) if about.is_file() else {},
+                "about": runs.parse_json(about.read_bytes(), str(about), "delete it, and the report does without") if about.is_file() else {},
                 "method": runs.method(options[index]) if options[index] else "unknown (no config.yaml)",
                 "setting": setting,
                 "options": options[index],
@@ -219,5 +220,6 @@ def write_page(run_dirs: Sequence[str | Path], path: str | Path, trajectories_mb
     folder without metrics and for damaged logs.
     """
     pieces = render(*page_content(run_dirs, trajectories_mb))
+    Path(path).unlink(missing_ok=True)  # in somebody else's folder it may be a link to elsewhere
     with open(path, "w", encoding="utf-8", newline="\n") as file:
         file.writelines(pieces)

@@ -12,11 +12,12 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullFormatter
 
 from lld.page import TRAJECTORIES_MB, write_page
-from lld.runs import WINDOW, labels, read_metrics, running_mean, series
+from lld.runs import WINDOW, labels, printable, read_metrics, running_mean, series
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe & Ito 2008, told apart by colour-blind readers
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -56,6 +57,12 @@ def _draw_held_out(ax: Axes, runs: Sequence[list[dict]]) -> list[Line2D]:
     return [Line2D([], [], color="#555", marker=marker, linestyle=":", linewidth=0.8, markersize=5, label=literal(f"EM {name.split('/')[1]}")) for marker, name in zip(MARKERS, names)]
 
 
+def as_written(legend: Legend) -> None:
+    """A dollar in a name of a run or a benchmark is a dollar, and begins no formula."""
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+
+
 def plot_run(run_dirs: Sequence[str | Path], path: str | Path) -> None:
     """Draws the runs' health over training, overlaid, into one PNG: reward, likelihoods, displacement, entropy, gradient, searches.
 
@@ -91,7 +98,7 @@ def plot_run(run_dirs: Sequence[str | Path], path: str | Path) -> None:
         elif ax.lines and ax.dataLim.y0 >= 0:
             ax.set_ylim(bottom=0)
         if len(entries) > 1:
-            ax.legend(handles=entries, fontsize=8, frameon=False)
+            as_written(ax.legend(handles=entries, fontsize=8, frameon=False))
         ax.set_title(title, fontsize=10, loc="left")
         ax.set_ylabel(unit, fontsize=9)
         ax.tick_params(which="both", labelsize=8)
@@ -102,8 +109,9 @@ def plot_run(run_dirs: Sequence[str | Path], path: str | Path) -> None:
         ax.set_xlabel("step", fontsize=9)
     run_entries = [Line2D([], [], color=color, linewidth=2.5, label=literal(label)) for color, label in zip(COLORS, labels([Path(run_dir) for run_dir in run_dirs]))]
     run_entries.append(Line2D([], [], color="#555", linewidth=0.6, alpha=0.6, label=f"each step (bold: mean of the last {WINDOW})"))
-    figure.legend(handles=run_entries, loc="outside upper left", ncols=len(run_entries), frameon=False, fontsize=9)
+    as_written(figure.legend(handles=run_entries, loc="outside upper left", ncols=len(run_entries), frameon=False, fontsize=9))
     figure.align_ylabels()
+    Path(path).unlink(missing_ok=True)  # in somebody else's folder it may be a link to elsewhere
     figure.savefig(path)
 
 
@@ -124,15 +132,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders (option run.dir); the first receives the files")
     parser.add_argument("--to", type=Path, help="folder that receives the files instead")
     parser.add_argument("--trajectories-mb", type=float, default=TRAJECTORIES_MB, help=f"room on the page for trajectories; steps in between are left out beyond it (default {TRAJECTORIES_MB})")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     folder = args.to or args.runs[0]
     try:
+        if args.to is not None:
+            folder.mkdir(parents=True, exist_ok=True)
         write_page(args.runs, folder / "report.html", args.trajectories_mb)
         if len(args.runs) <= len(COLORS):
             plot_run(args.runs, folder / "figure.png")
     except ValueError as error:
-        print(f"lld.report: {error}", file=sys.stderr)
+        print(f"lld.report: {printable(error)}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"lld.report: {printable(error)}: make room or mend the permissions, or choose another folder with --to", file=sys.stderr)
+        return 7
     print(f"written to {folder / 'report.html'}" + (f" and {folder / 'figure.png'}" if len(args.runs) <= len(COLORS) else f" (no figure.png: it holds at most {len(COLORS)} runs)"))
     return 0
 

@@ -2,15 +2,16 @@
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
-from lld.config import Config, to_dict
+from lld.config import Config, parse_yaml, to_dict
 from lld.phases import COLLAPSE
 
+MAX_STEP = 10**9  # no run is as long
+LARGEST = 1e100  # drawn; sums of such numbers are still finite
 WINDOW = 10  # steps of the running mean
 SURGE_RATIO, SURGE_WIDTH, SURGE_BEFORE = 5.0, 5, 50  # a gradient surge: 5 steps' median above 5 times that of up to 50 steps before
 HELD = 0.75  # last running-mean reward as a share of the best: at least this much held
@@ -19,16 +20,37 @@ COLLAPSE_SHARE, COLLAPSE_FALL = 0.5, 0.1  # see find_collapse
 SETTING_SECTIONS = ("model", "data", "rollout", "reward", "advantage", "loss", "optim", "retriever", "tinyworld")
 
 
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")  # all but tab and line end; what turns the direction; half characters
+
+
+def printable(text: object) -> str:
+    """Text of a file, a passage or a model as it may stand on a terminal, without what would move its cursor or colour it."""
+    return _CONTROLS.sub("\ufffd", str(text))
+
+
+def parse_json(text: str | bytes, where: str, remedy: str) -> dict:
+    """The object that a JSON text holds; anything else is a ValueError that names `where` it stands and the remedy."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{where} is damaged (brackets nested too deeply): {remedy}") from None
+    except ValueError as error:  # not JSON, not UTF-8, or a number of thousands of digits
+        raise ValueError(f"{where} is damaged ({error}): {remedy}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is damaged ({type(value).__name__} in place of an object): {remedy}")
+    return value
+
+
 def read_rows(path: Path) -> list[dict]:
-    """The rows of a JSONL log; none where there is no file. A last line still being written is left out; a damaged one raises ValueError."""
+    """The rows of a JSONL log, each of a step; none where there is no file. A last line still being written is left out; a damaged one raises ValueError."""
     if not path.exists():
         return []
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):  # not splitlines: U+2028 may stand inside a string
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} line {number} is damaged ({error}): delete the line") from None
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        row = parse_json(line, f"{path} line {number}", "delete the line")
+        if type(row.get("step")) is not int or not 0 <= row["step"] < MAX_STEP:
+            raise ValueError(f"{path} line {number} is damaged (step = {str(row.get('step'))[:40]!r} is no whole number from 0): delete the line")
+        rows.append(row)
     return rows
 
 
@@ -44,8 +66,8 @@ def read_metrics(run_dir: str | Path) -> list[dict]:
 
 
 def is_number(value) -> bool:
-    """Whether a logged value can be drawn."""
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    """Whether a logged value can be drawn, and summed with others."""
+    return isinstance(value, (int, float)) and abs(value) <= LARGEST
 
 
 def series(rows: Sequence[dict], name: str) -> tuple[list[int], list[float]]:
@@ -68,6 +90,17 @@ def labels(run_dirs: Sequence[Path]) -> list[str]:
     return ["/".join(path[-depth:]) for path in parts]
 
 
+def _plain(value, depth: int = 0):
+    """A value of a YAML file as JSON takes it: other types, and what is nested more deeply than an option can be, as text."""
+    if isinstance(value, (list, dict)) and depth == 3:
+        return "…"
+    if isinstance(value, list):
+        return [_plain(item, depth + 1) for item in value]
+    if isinstance(value, dict):
+        return {str(name): _plain(item, depth + 1) for name, item in value.items()}
+    return value if value is None or isinstance(value, (str, bool)) or is_number(value) else f"a {type(value).__name__}"
+
+
 def _flat(tree: dict) -> dict:
     return {f"{section}.{name}": value for section, options in tree.items() if isinstance(options, dict) for name, value in options.items()}
 
@@ -75,8 +108,13 @@ def _flat(tree: dict) -> dict:
 def read_options(run_dir: str | Path) -> dict:
     """`section.option` -> value of RUN/config.yaml; empty where the file is missing."""
     path = Path(run_dir) / "config.yaml"
-    tree = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
-    return _flat(tree) if isinstance(tree, dict) else {}
+    if not path.is_file():
+        return {}
+    try:
+        tree = parse_yaml(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): restore it, or move it away and the report does without") from None
+    return _plain(_flat(tree)) if isinstance(tree, dict) else {}
 
 
 def differences(options: Sequence[dict]) -> dict[str, list]:
@@ -153,7 +191,7 @@ def outcome(rows: Sequence[dict], options: dict) -> dict:
     names = sorted({name for row in rows for name in row if name.startswith("eval/") and name.endswith("/em")})
     phases = {}
     for row in rows:
-        if row.get("phase"):
+        if row.get("phase") and is_number(row["phase"]):
             first, _, count = phases.get(int(row["phase"]), (row["step"], 0, 0))
             phases[int(row["phase"])] = (first, row["step"], count + 1)
     return {
@@ -166,7 +204,7 @@ def outcome(rows: Sequence[dict], options: dict) -> dict:
         "phases_logged": any("phase" in row for row in rows),
         "phases": phases,
         "surge": gradient_surge(rows),
-        "skipped_updates": sum(row.get("skipped_updates", 0) for row in rows),
+        "skipped_updates": sum(series(rows, "skipped_updates")[1]),
     }
 
 

@@ -239,7 +239,7 @@ def test_command_writes_page_and_figure_and_more_runs_than_the_figure_holds(tmp_
     assert "no figure.png" in capsys.readouterr().out and (tmp_path / "report.html").is_file() and not (tmp_path / "figure.png").exists()
     recorded = made[0] / "trajectories" / "step_000000.jsonl"
     recorded.write_text(recorded.read_text().replace('"step": 0,', '"step": "0\\"><meta http-equiv=refresh>",'))
-    assert report.main([str(made[0])]) == 2 and "step_000000.jsonl: step = '0\"><meta http-equiv=refresh>' is no whole number" in capsys.readouterr().err
+    assert report.main([str(made[0])]) == 2 and "step_000000.jsonl line 1 is damaged (step = '0\"><meta http-equiv=refresh>' is no whole number" in capsys.readouterr().err
     recorded.write_text("{\n")
     assert report.main([str(made[0])]) == 2 and "step_000000.jsonl line 1 is damaged" in capsys.readouterr().err
 

@@ -276,9 +276,22 @@ def test_a_crash_box_replays_bit_for_bit_and_shows_another_loss(folder, capsys, 
     assert "bit for bit" in capsys.readouterr().out
     originals = rows(folder / "boxed")[2:]
     assert rows(box / "replays" / "unchanged") == originals
+    # The same box from a stranger: a model whose code runs when it is opened, a world to be made elsewhere, a log elsewhere.
+    shutil.copytree(folder / "world" / "policy", box.parent / "evil")
+    evil_shape = json.loads((box.parent / "evil" / "config.json").read_text()) | {"auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}, "model_type": "evil"}
+    (box.parent / "evil" / "config.json").write_text(json.dumps(evil_shape))
+    (box.parent / "evil" / "evil.py").write_text(f"open({str(box.parent / 'PWNED')!r}, 'w')")
+    (box.parent / "victim.partial").mkdir()
+    (box.parent / "victim.partial" / "thesis.tex").write_text("years of work")
+    options = yaml.safe_load((box / "config.yaml").read_text())
+    options["model"] |= {"path": str(box.parent / "evil"), "trust_remote_code": True}
+    options["tinyworld"]["dir"] = str(box.parent / "victim")
+    options["run"] |= {"dir": str(box.parent / "elsewhere"), "trackers": ["tensorboard"]}
+    (box / "config.yaml").write_text(yaml.safe_dump(options))
     assert train.main(["--replay", str(box), "loss.lld_weight=5.0"]) == 0
     changed = rows(box / "replays" / "lld_weight=5.0")
     assert changed[0]["likelihood/correct_old"] == originals[0]["likelihood/correct_old"] and changed[1]["likelihood/correct_old"] != originals[1]["likelihood/correct_old"]
+    assert not any((box.parent / name).exists() for name in ("PWNED", "victim", "elsewhere")) and (box.parent / "victim.partial" / "thesis.tex").read_text() == "years of work"
     assert "rollout.max_turns cannot be changed" in refused_replay(capsys, box, "rollout.max_turns=1")
     (box / "episodes" / "step_000002.jsonl").unlink()
     assert "the box is damaged" in refused_replay(capsys, box)
