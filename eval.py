@@ -1,10 +1,12 @@
 """Scores a checkpoint on held-out questions: all rows of every benchmark, each question's trajectory saved.
 
-    python eval.py --ckpt DIR --config configs/x.yaml [--benchmarks nq,hotpotqa] [--out DIR] [section.key=value ...]
+    python eval.py --ckpt DIR [--config configs/x.yaml] [--benchmarks nq,hotpotqa] [--out DIR] [section.key=value ...]
+
+Without --config the options are those of the run that the checkpoint lies in, RUN/config.yaml.
 
 OUT (default: DIR/eval) receives <benchmark>.jsonl, one record a question, written every `eval.batch_size` questions, and
 results.json. The same command again goes on where a killed one stopped. Also runs under `accelerate launch`.
-Exit codes: 0 done; 2 a mistake in what was asked for; 3 the search failed (what was done is kept).
+Exit codes: 0 done; 2 a mistake in what was asked for; 3 the search failed, 7 OUT cannot be written (what was done is kept).
 """
 
 import argparse
@@ -22,11 +24,11 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
-from lld import checkpoint, config, policy, protocol
+from lld import checkpoint, config, policy, protocol, runs
 from lld.config import Config
 from lld.data import Question
 from lld.engine import Engine
-from lld.evaluate import bootstrap_means, evaluate_questions, load_benchmark, paper_averages, percentile_interval, summarize
+from lld.evaluate import bootstrap_means, evaluate_questions, load_benchmark, options_of, paper_averages, percentile_interval, summarize
 from lld.metrics import replace_file
 from lld.rollout import check_prompts
 from lld.tools import RetrieverError, check_health, make_search
@@ -34,6 +36,9 @@ from lld.tools import RetrieverError, check_health, make_search
 ROOT = Path(__file__).resolve().parent
 CHECKPOINT_FILES = ("*.safetensors", "pytorch_model*.bin", "config.json", "generation_config.json", "tokenizer*", "chat_template*", "vocab*", "merges.txt", "special_tokens_map.json")
 SCORES = ("em", "f1", "cover_em")
+NUMBERS = (*SCORES, "num_searches", "num_turns", "num_valid_actions", "truncated")  # of a record, and what else it must hold
+RECORD = ("id", "question", "golden_answers", "answer", "gold_in_results")
+REASK = "delete the line, and its question is asked again"
 COLUMNS = {"searches": "searches", "valid_action_rate": "valid", "truncation_rate": "truncated", "gold_in_results": "gold found"}
 
 
@@ -47,10 +52,7 @@ def file_sha256(path: Path) -> str:
 
 def checkpoint_files(folder: Path) -> list[Path]:
     """Every file of a checkpoint that can change an answer; raises ValueError where there is no checkpoint."""
-    if not (folder / "config.json").is_file():
-        inside = sorted(path.parent for pattern in ("*/config.json", "*/*/config.json") for path in folder.glob(pattern))
-        remedy = f"did you mean {inside[-1]}?" if inside else "give a folder that from_pretrained opens (for a hub name: `hf download NAME --local-dir DIR`)"
-        raise ValueError(f"--ckpt {folder}: {'no config.json in it' if folder.is_dir() else 'no such folder'}; {remedy}")
+    policy.check_folder(str(folder), "--ckpt", hub=False)
     if (folder / "manifest.json").is_file():
         checkpoint.check(folder)
     paths = {path for pattern in CHECKPOINT_FILES for path in folder.glob(pattern) if path.is_file()}
@@ -97,9 +99,12 @@ def claim_folder(out: Path, settings: dict) -> list[str]:
     """
     path = out / "settings.json"
     out.mkdir(parents=True, exist_ok=True)
+    links = [found for found in [out, *out.iterdir()] if found.is_symlink()]
+    if links:  # they may be somebody else's, and lead to a file that is none of this
+        raise ValueError(f"{links[0]} is a link: delete it, or choose another --out")
     code = [code_sha256()]
     if path.exists():
-        earlier = json.loads(path.read_text())
+        earlier = read_settings(path)
         code = list(dict.fromkeys(earlier["code_sha256"] + code))
         for section, values in settings.items():
             for name in values.keys() | earlier[section].keys():
@@ -113,9 +118,20 @@ def claim_folder(out: Path, settings: dict) -> list[str]:
     return code
 
 
+def read_settings(path: Path) -> dict:
+    """OUT/settings.json, whose sections and checksums are all there; ValueError where it is damaged."""
+    remedy = "choose another --out, or delete the folder"
+    settings = runs.parse_json(path.read_bytes(), str(path), remedy)
+    sections = ("checkpoint", "run", "model", "rollout", "retriever", "eval", "benchmarks")
+    missing = [name for name in sections if not isinstance(settings.get(name), dict)] + ["code_sha256"] * (not isinstance(settings.get("code_sha256"), list))
+    if missing:
+        raise ValueError(f"{path} is damaged (no {missing[0]} in it): {remedy}")
+    return settings
+
+
 def claim_index(out: Path, fingerprint: str | None) -> None:
     """Notes in OUT/settings.json which index answers, or raises ValueError where another one has; None is not known, and may be any."""
-    settings = json.loads((out / "settings.json").read_text())
+    settings = read_settings(out / "settings.json")
     if None not in (fingerprint, settings.get("index")) and fingerprint != settings["index"]:
         raise ValueError(f"{out} holds answers found with index {settings['index']}, the retriever now has {fingerprint}: start it as it was, or choose another --out")
     if fingerprint is not None:
@@ -132,10 +148,10 @@ def read_records(path: Path) -> dict[str, dict]:
         os.truncate(path, len(whole))
     records = {}
     for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} line {number} is damaged ({error}): delete the line, and its question is asked again") from None
+        record = runs.parse_json(line, f"{path} line {number}", REASK)
+        missing = [name for name in RECORD if name not in record] + [name for name in NUMBERS if not runs.is_number(record.get(name))]
+        if missing or not isinstance(record["id"], str) or not record["num_turns"] > 0:
+            raise ValueError(f"{path} line {number} is damaged ({', '.join(missing) or 'id or num_turns'} missing or of a wrong type): {REASK}")
         records[record["id"]] = record
     return records
 
@@ -150,11 +166,27 @@ def check_records(records: dict[str, dict], questions: list[Question], path: Pat
             raise ValueError(f"{path}: question {id} was {record['question']!r} with answers {record['golden_answers']}, which the benchmark has changed: choose another --out")
 
 
+def kept_sets(out: Path) -> dict[str, int]:
+    """The benchmarks in OUT/results.json and their numbers of questions; none where there is no such file."""
+    path, remedy = out / "results.json", "delete the file, it is made again"
+    if not path.exists():
+        return {}
+    benchmarks = runs.parse_json(path.read_bytes(), str(path), remedy).get("benchmarks")
+    if not isinstance(benchmarks, dict) or not all(isinstance(row, dict) and "num_questions" in row for row in benchmarks.values()):
+        raise ValueError(f"{path} is damaged (no benchmarks in it): {remedy}")
+    for name in benchmarks:
+        config.check_name(name, str(path))  # it names a file
+    return {name: row["num_questions"] for name, row in benchmarks.items()}
+
+
 def append_records(path: Path, records: list[dict]) -> None:
-    with open(path, "a") as file:
-        file.write("".join(json.dumps(record) + "\n" for record in records))
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(path, "a") as file:
+            file.write("".join(json.dumps(record) + "\n" for record in records))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None  # a full disk's error does not name the file
 
 
 def open_engine(cfg: Config, tokenizer, device: torch.device) -> Engine:
@@ -227,13 +259,15 @@ def score_records(records_by_benchmark: dict[str, list[dict]]) -> dict:
 def format_table(scores: dict) -> str:
     """The figures as one table, scores in percent."""
     share = lambda value: "–" if value is None else f"{100 * value:.1f}"
-    interval = lambda row: f"{share(row['em'])} [{share(row['em_interval'][0])}, {share(row['em_interval'][1])}]"
+    spread = lambda row: "–" if row.get("num_questions") == 1 else f"{share(row['em_interval'][0])}, {share(row['em_interval'][1])}"
+    interval = lambda row: f"{share(row['em'])} [{spread(row)}]"
     rows = [["benchmark", "n", "EM [95 %]", "F1", "cover-EM", *COLUMNS.values()]]
     for name, row in scores["benchmarks"].items():
         cells = [f"{row[column]:.2f}" if column == "searches" else share(row.get(column)) for column in COLUMNS]
         rows.append([name, str(row["num_questions"]), interval(row), share(row["f1"]), share(row["cover_em"]), *cells])
     for name, row in scores["averages"].items():
-        rows.append([name, "", "– (a benchmark is missing)" if row is None else interval(row)])
+        if row is not None:  # all its benchmarks are there
+            rows.append([name, "", interval(row)])
     widths = [max(len(row[i]) for row in rows if i < len(row) and len(row) > 3) for i in range(len(rows[0]))]
     align = lambda row: [row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:])]
     return "\n".join("  ".join(align(row)) for row in rows)
@@ -241,9 +275,10 @@ def format_table(scores: dict) -> str:
 
 def evaluate(args: argparse.Namespace) -> None:
     """The whole evaluation; raises ValueError for a mistake of the user and RetrieverError where the search fails."""
-    cfg = config.load(args.config, args.overrides)
     files = checkpoint_files(args.ckpt)
-    cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, path=str(args.ckpt)))
+    cfg = options_of(args.ckpt, args.config, args.overrides)
+    run_dir = args.ckpt.parent.parent if args.ckpt.parent.name == "checkpoints" else args.ckpt
+    cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, path=str(args.ckpt)), run=dataclasses.replace(cfg.run, dir=str(run_dir)))
     names = list(dict.fromkeys(args.benchmarks.split(","))) if args.benchmarks else list(cfg.eval.benchmarks)
     benchmarks = {name: load_benchmark(cfg, name) for name in names}
     out = args.out or args.ckpt / "eval"
@@ -251,6 +286,7 @@ def evaluate(args: argparse.Namespace) -> None:
     if accelerator.is_main_process:
         checkpoint = {path.name: file_sha256(path) for path in files}
         code = claim_folder(out, evaluation_settings(cfg, names, checkpoint))
+        kept_sets(out)  # before work starts
         for name, questions in benchmarks.items():
             check_records(read_records(out / f"{name}.jsonl"), questions, out / f"{name}.jsonl")
     play_missing(benchmarks, out, cfg, accelerator)
@@ -258,8 +294,8 @@ def evaluate(args: argparse.Namespace) -> None:
         return
     path = out / "results.json"
     records = {name: list(read_records(out / f"{name}.jsonl").values()) for name in names}
-    for name, row in (json.loads(path.read_text())["benchmarks"] if path.exists() else {}).items():
-        if name not in records and len(kept := read_records(out / f"{name}.jsonl")) == row["num_questions"]:
+    for name, num_questions in kept_sets(out).items():
+        if name not in records and len(kept := read_records(out / f"{name}.jsonl")) == num_questions:
             records[name] = list(kept.values())  # a set of an earlier call stays in the table
     scores = score_records(records)
     tree = config.to_dict(cfg)
@@ -268,7 +304,7 @@ def evaluate(args: argparse.Namespace) -> None:
         "config": tree,
         "config_sha256": sha256(json.dumps(tree, sort_keys=True).encode()),
         "code_sha256": code,
-        "index": json.loads((out / "settings.json").read_text()).get("index"),
+        "index": read_settings(out / "settings.json").get("index"),
         "git_commit": git_commit(),
         "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "transformers": transformers.__version__},
         "device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else "cpu",
@@ -282,19 +318,25 @@ def evaluate(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="eval.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ckpt", type=Path, required=True, metavar="DIR", help="checkpoint folder with model and tokenizer")
-    parser.add_argument("--config", required=True, metavar="YAML", help="the run's configuration")
+    parser.add_argument("--config", metavar="YAML", help="the run's configuration; default: RUN/config.yaml of a checkpoint RUN/checkpoints/step_N")
     parser.add_argument("--benchmarks", metavar="NAME,…", help="names in eval.benchmarks; default: all of them")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the records and results; default: <ckpt>/eval")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    args = parser.parse_intermixed_args(argv)
     try:
+        config.refuse_dashes(sys.argv[1:] if argv is None else argv)
+        args = parser.parse_intermixed_args(argv)
         evaluate(args)
     except RetrieverError as error:
-        print(f"eval.py: the search failed: {error} (answers so far are kept; the same command goes on from there)", file=sys.stderr)
+        print(runs.printable(f"eval.py: the search failed: {error} (answers so far are kept; the same command goes on from there)"), file=sys.stderr)
         return 3
     except ValueError as error:
-        print(f"eval.py: {error}", file=sys.stderr)
+        print(runs.printable(f"eval.py: {error}"), file=sys.stderr)
         return 2
+    except OSError as error:
+        if error.errno not in checkpoint.DISK_ERRORS:
+            raise
+        print(runs.printable(f"eval.py: {error.filename or args.out or args.ckpt / 'eval'} cannot be written: {error.strerror}; make room or choose another --out, then the same command goes on with the answers kept so far"), file=sys.stderr)
+        return 7
     return 0
 
 

@@ -32,11 +32,13 @@ from lld.config import Config
 from lld.data import Question, load_questions, questions_of_step
 from lld.engine import Engine
 from lld.episode import Batch, Episode, collate
+from lld.evaluate import options_of
 from lld.influence_view import compare, draw, print_case, print_summary, readable
 from lld.monitor import PARTS, first_passages
-from lld.policy import Policy, check_fit, eos_ids, load_lm, load_tokenizer, token_scores
+from lld.policy import Policy, check_fit, check_folder, eos_ids, load_lm, load_tokenizer, token_scores
 from lld.reward import score_episodes
 from lld.rollout import Search, check_prompts, rollout
+from lld.runs import printable
 from lld.sharding import asked
 from lld.tools import RetrieverError, make_search
 from lld.update import loss_of, minibatch_counts, score_batch, select, update_policy
@@ -258,7 +260,8 @@ def analyse(exact: Policy, group: Group, tokenizer, cfg: Config, measure: bool) 
 
 def influence(args: argparse.Namespace) -> dict:
     """Plays, analyses, prints and writes; raises ValueError for a mistake of the user and RetrieverError where the search fails."""
-    cfg = config.load(args.config, args.overrides)
+    check_folder(str(args.ckpt), "--ckpt", hub=False)
+    cfg = options_of(args.ckpt, args.config, args.overrides)
     if (args.ckpt / "manifest.json").is_file():
         checkpoint.check(args.ckpt)
     cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, path=str(args.ckpt)), rollout=dataclasses.replace(cfg.rollout, group_size=args.group_size))
@@ -291,30 +294,51 @@ def influence(args: argparse.Namespace) -> dict:
     return about | {"agreement": agreements, "case": analyses[worst], "num_negative": negative, "negative_share": negative / len(bars), "bars": bars, "groups": analyses}
 
 
+def out_file(args: argparse.Namespace) -> Path:
+    """Where the figures go; the folder is made. In a run's folder, which may be somebody else's, no link is followed."""
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        return args.out
+    if args.ckpt.parent.name != "checkpoints":
+        return Path("influence.json")
+    out = args.ckpt.parent.parent / "influence" / f"{args.ckpt.name}.json"
+    out.parent.mkdir(exist_ok=True)
+    for path in (out.parent, out, out.with_suffix(".png")):
+        if path.is_symlink():
+            raise ValueError(f"{path} is a link: delete it, or choose another --out")
+    return out
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="lld.influence", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ckpt", type=Path, required=True, metavar="DIR", help="checkpoint folder with model and tokenizer")
-    parser.add_argument("--config", required=True, metavar="YAML", help="the run's configuration")
+    parser.add_argument("--config", metavar="YAML", help="the run's configuration; default: RUN/config.yaml of a checkpoint RUN/checkpoints/step_N")
     parser.add_argument("--questions", type=int, default=50, metavar="N", help="first N questions of the run's order (the paper's 50)")
     parser.add_argument("--group-size", type=int, default=8, metavar="G", help="episodes a question (the paper's 8)")
     parser.add_argument("--checks", type=int, default=10, metavar="N", help="groups whose true changes are measured, besides the one shown")
     parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default="adamw", help="of the one update of Fig. 3a")
     parser.add_argument("--lr", type=float, help="its learning rate; default: optim.lr")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="everything as JSON, and the figure beside it as PNG")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="everything as JSON, and the figure beside it as PNG; default: RUN/influence/step_N.json, or influence.json here for a checkpoint that is in no run")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    args = parser.parse_intermixed_args(argv)
     try:
+        config.refuse_dashes(sys.argv[1:] if argv is None else argv)
+        args = parser.parse_intermixed_args(argv)
+        out = out_file(args)
         figures = influence(args)
+        print_summary(figures, brief=True)
+        print_case(figures["case"])
+        print_summary(figures)
+        out.write_text(json.dumps(figures, indent=1) + "\n")
+        draw(figures, out.with_suffix(".png"))
     except (ValueError, RetrieverError) as error:
-        print(f"lld.influence: {error}", file=sys.stderr)
+        print(f"lld.influence: {printable(error)}", file=sys.stderr)
         return 3 if isinstance(error, RetrieverError) else 2
-    print_case(figures["case"])
-    print_summary(figures)
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(figures, indent=1) + "\n")
-        draw(figures, args.out.with_suffix(".png"))
-        print(f"\nwritten to {args.out} and {args.out.with_suffix('.png')}")
+    except OSError as error:
+        if error.errno not in checkpoint.DISK_ERRORS:
+            raise
+        print(f"lld.influence: {printable(error)}: make room, or choose another --out", file=sys.stderr)
+        return 7
+    print(f"\nwritten to {out} and {out.with_suffix('.png')}")
     return 0
 
 

@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 
 from lld.episode import Episode
 from lld.report import literal
+from lld.runs import printable
 
 MATRICES = {"total": "closed form at the LM head", "true_model": "true change after a small SGD step on all weights"}
 
@@ -47,9 +48,9 @@ def compare(analyses: list[dict]) -> dict[str, dict]:
 
 def print_case(group: dict) -> None:
     """Prints one group: its responses, who moves whom, and the token pairs behind the look-alike pair."""
-    print(f"\nOne group: {group['text']}  (gold: {', '.join(group['golden_answers'])})")
+    print(printable(f"\nOne group: {group['text']}  (gold: {', '.join(group['golden_answers'])})"))
     for sample, response in enumerate(group["responses"]):
-        print(f"  #{sample} A = {response['advantage']:+.2f}\n" + "\n".join(f"      {line}" for line in response["text"]))
+        print(f"  #{sample} A = {response['advantage']:+.2f}\n" + "\n".join(f"      {printable(line)}" for line in response["text"]))
     columns = "".join(f"{f'on #{r}':>9}" for r in group["right"])
     for name, title in MATRICES.items():
         if name in group["matrix"]:
@@ -70,19 +71,24 @@ def print_case(group: dict) -> None:
             print(f"  {row['value']:9.3f}  {where(row['of'])} -> {where(row['on'])}")
 
 
-def print_summary(figures: dict) -> None:
-    """Prints the agreement with the true changes and the bars of Fig. 3a."""
+def print_summary(figures: dict, brief: bool = False) -> None:
+    """Prints the agreement with the true changes and the bars of Fig. 3a; `brief`: the conclusion alone."""
+    bars = figures["bars"]
+    share = f"Delta below 0 in {figures['num_negative']} of {len(bars)} groups with mixed rewards ({figures['num_questions']} questions played): share {figures['negative_share']:.2f}"
+    if brief:
+        row = (figures["agreement"] or {}).get("all")
+        print(f"\n{share}" + (f"; the closed form agrees with the true change of the whole model: correlation {row['model']['correlation']:.3f}, same sign {row['model']['same_sign']:.2f}" if row else ""))
+        return
     print("\nClosed form against the true change after an SGD step on one member's loss, all response pairs of the measured groups:")
     print(f"  {'who on whom':<22}{'pairs':>6}  {'head: corr.':>11} {'slope':>6}  {'whole model: corr.':>18} {'slope':>6} {'same sign':>9}  {'lowering':>8} {'truly':>6}")
     for kind, row in figures["agreement"].items():
         if row is not None:
             head, model = row["head"], row["model"]
             print(f"  {kind:<22}{head['pairs']:>6}  {head['correlation']:>11.4f} {head['slope']:>6.3f}  {model['correlation']:>18.3f} {model['slope']:>6.2f} {model['same_sign']:>9.2f}  {row['lowering']:>8.2f} {row['lowering_true_model']:>6.2f}")
-    bars = figures["bars"]
     print(f"\nFig. 3a: one update ({figures['optimizer']}, lr {figures['lr']:g}) on each question's own episodes, from the same weights. Delta = mean change of log p of its correct responses, nats:")
     for bar in bars:
-        print(f"  {bar['delta']:+9.4f}  {bar['num_right']} correct  {bar['text']}")
-    print(f"Delta below 0 in {figures['num_negative']} of {len(bars)} groups with mixed rewards ({figures['num_questions']} questions played): share {figures['negative_share']:.2f}")
+        print(f"  {bar['delta']:+9.4f}  {bar['num_right']} correct  {printable(bar['text'])}")
+    print(share)
 
 
 def draw(figures: dict, path: Path) -> None:
@@ -114,5 +120,5 @@ def draw(figures: dict, path: Path) -> None:
     axes[-1].set_ylabel("Δ of the correct responses (nats, logarithmic beyond ±0.01)", fontsize=9)
     axes[-1].set_title(f"One update on each question alone ({figures['optimizer']}, lr {figures['lr']:g}):\n{figures['num_negative']} of {len(bars)} lose likelihood", fontsize=9, loc="left")
     axes[-1].spines[["top", "right"]].set_visible(False)
-    figure.suptitle(literal(group["text"]), fontsize=10, x=0.01, ha="left")
+    figure.suptitle(literal(printable(group["text"])), fontsize=10, x=0.01, ha="left")
     figure.savefig(path)

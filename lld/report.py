@@ -12,7 +12,6 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullFormatter
 
@@ -57,12 +56,6 @@ def _draw_held_out(ax: Axes, runs: Sequence[list[dict]]) -> list[Line2D]:
     return [Line2D([], [], color="#555", marker=marker, linestyle=":", linewidth=0.8, markersize=5, label=literal(f"EM {name.split('/')[1]}")) for marker, name in zip(MARKERS, names)]
 
 
-def as_written(legend: Legend) -> None:
-    """A dollar in a name of a run or a benchmark is a dollar, and begins no formula."""
-    for text in legend.get_texts():
-        text.set_parse_math(False)
-
-
 def plot_run(run_dirs: Sequence[str | Path], path: str | Path) -> None:
     """Draws the runs' health over training, overlaid, into one PNG: reward, likelihoods, displacement, entropy, gradient, searches.
 
@@ -98,7 +91,7 @@ def plot_run(run_dirs: Sequence[str | Path], path: str | Path) -> None:
         elif ax.lines and ax.dataLim.y0 >= 0:
             ax.set_ylim(bottom=0)
         if len(entries) > 1:
-            as_written(ax.legend(handles=entries, fontsize=8, frameon=False))
+            ax.legend(handles=entries, fontsize=8, frameon=False)
         ax.set_title(title, fontsize=10, loc="left")
         ax.set_ylabel(unit, fontsize=9)
         ax.tick_params(which="both", labelsize=8)
@@ -109,7 +102,7 @@ def plot_run(run_dirs: Sequence[str | Path], path: str | Path) -> None:
         ax.set_xlabel("step", fontsize=9)
     run_entries = [Line2D([], [], color=color, linewidth=2.5, label=literal(label)) for color, label in zip(COLORS, labels([Path(run_dir) for run_dir in run_dirs]))]
     run_entries.append(Line2D([], [], color="#555", linewidth=0.6, alpha=0.6, label=f"each step (bold: mean of the last {WINDOW})"))
-    as_written(figure.legend(handles=run_entries, loc="outside upper left", ncols=len(run_entries), frameon=False, fontsize=9))
+    figure.legend(handles=run_entries, loc="outside upper left", ncols=len(run_entries), frameon=False, fontsize=9)
     figure.align_ylabels()
     Path(path).unlink(missing_ok=True)  # in somebody else's folder it may be a link to elsewhere
     figure.savefig(path)

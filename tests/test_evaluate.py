@@ -6,6 +6,8 @@ a question ending in "alpha" is searched and answered, "beta" is answered at onc
 
 import json
 import random
+import resource
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -370,6 +372,73 @@ def test_mistakes_are_one_line_with_the_remedy(world, tmp_path, capsys):
         assert run_eval(world, tmp_path / "out", *arguments, ckpt=ckpt) == 2
         error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("eval.py:")]
         assert len(error) == 1 and wanted in error[0]
+
+
+def test_averages_with_a_benchmark_missing_take_no_line_and_one_question_has_no_interval(world, tmp_path, capsys):
+    (world / "one.jsonl").write_text((world / "nq.jsonl").read_text().splitlines()[0] + "\n")
+    assert run_eval(world, tmp_path, "--benchmarks", "one", f"eval.benchmarks.one={world / 'one.jsonl'}") == 0
+    table = capsys.readouterr().out.split("\n\n")[0]
+    assert len(table.splitlines()) == 2 and "100.0 [–]" in table and "Avg" not in table
+    assert json.loads((tmp_path / "results.json").read_text())["averages"]["Avg"] is None
+
+
+def test_damaged_files_of_an_evaluation_are_named_with_the_remedy(world, whole, tmp_path, capsys):
+    shutil.copytree(whole, tmp_path / "out")
+    record = (whole / "nq.jsonl").read_text().splitlines()[0]
+    for name, text, wanted in (
+        ("settings.json", "{}", "settings.json is damaged (no checkpoint in it): choose another --out, or delete the folder"),
+        ("settings.json", "[]", "settings.json is damaged (list in place of an object)"),
+        ("settings.json", "", "settings.json is damaged"),
+        ("results.json", '{"benchm', "results.json is damaged"),
+        ("results.json", "{}", "results.json is damaged (no benchmarks in it): delete the file, it is made again"),
+        ("results.json", '{"benchmarks": {"../../diary": {"num_questions": 1}}}', "results.json: '../../diary' cannot name a file"),
+        ("nq.jsonl", "[]\n", "nq.jsonl line 1 is damaged (list in place of an object): delete the line, and its question is asked again"),
+        ("nq.jsonl", record.replace('"em": 1.0', '"em": "x"') + "\n", "nq.jsonl line 1 is damaged (em missing or of a wrong type): delete the line"),
+        ("nq.jsonl", record.replace('"num_turns": 2', '"num_turns": 0') + "\n", "nq.jsonl line 1 is damaged"),
+        ("nq.jsonl", "[" * 100_000 + "\n", "nq.jsonl line 1 is damaged (brackets nested too deeply)"),
+    ):
+        (tmp_path / "out" / name).write_text(text)
+        assert run_eval(world, tmp_path / "out") == 2
+        error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("eval.py:")]
+        assert len(error) == 1 and wanted in error[0], (name, text[:40], error)
+        shutil.copy(whole / name, tmp_path / "out" / name)
+    assert run_eval(world, tmp_path / "out") == 0
+    (tmp_path / "diary").write_text("mine")
+    (tmp_path / "out" / "hotpotqa.jsonl").unlink()
+    (tmp_path / "out" / "hotpotqa.jsonl").symlink_to(tmp_path / "diary")
+    assert run_eval(world, tmp_path / "out") == 2 and "hotpotqa.jsonl is a link: delete it" in capsys.readouterr().err
+    assert (tmp_path / "diary").read_text() == "mine"
+
+
+@pytest.mark.parametrize("num_bytes, what", [(100, "settings.json"), (3000, "nq.jsonl")])
+def test_a_full_disk_ends_with_one_line_and_the_same_command_goes_on(world, whole, tmp_path, capsys, num_bytes, what):
+    (tmp_path / "out").mkdir()
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        assert run_eval(world, tmp_path / "out") == 7
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("eval.py:")]
+    assert len(error) == 1 and "cannot be written: File too large; make room" in error[0] and str(tmp_path / "out") in error[0]
+    assert what == "settings.json" or what in error[0]
+    assert run_eval(world, tmp_path / "out") == 0 and read(tmp_path / "out")[1] == read(whole)[1]
+
+
+def test_without_a_config_the_runs_own_options_are_used(world, whole, tmp_path, capsys):
+    """Another YAML would give figures of other options, and nothing would say so."""
+    shutil.copytree(world / "ckpt", tmp_path / "run" / "checkpoints" / "step_000002")
+    options = yaml.safe_load((world / "tiny.yaml").read_text()) | {"run": {"dir": "/elsewhere"}}
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(options, sort_keys=False))
+    ckpt = tmp_path / "run" / "checkpoints" / "step_000002"
+    assert command.main(["--ckpt", str(ckpt)]) == 0
+    told = capsys.readouterr().err
+    assert f"options of {tmp_path / 'run' / 'config.yaml'}; search: bm25 over {world / 'corpus.jsonl'}; benchmarks: nq = {world / 'nq.jsonl'}" in told
+    results, records = read(ckpt / "eval")
+    assert records == read(whole)[1] and results["config"]["run"]["dir"] == str(tmp_path / "run")
+    assert command.main(["--ckpt", str(ckpt.with_name("step_000099"))]) == 2
+    assert "step_000099: no such folder; " in (told := capsys.readouterr().err) and "holds step_000002" in told
+    assert command.main(["--ckpt", str(world / "ckpt")]) == 2 and "does not lie in a run's folder" in capsys.readouterr().err
+    assert command.main(["--ckpt", str(ckpt), "--run.seed", "3"]) == 2 and "without dashes: run.seed=3" in capsys.readouterr().err
 
 
 def test_a_file_of_several_sources_gives_the_rows_of_its_name(tmp_path):

@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -223,7 +225,7 @@ def test_the_command_plays_prints_and_writes(tmp_path, monkeypatch, capsys):
     tokenizer = make_tokenizer()
     make_lm(tokenizer, hidden_size=32).save_pretrained(tmp_path / "policy")
     tokenizer.save_pretrained(tmp_path / "policy")
-    rows = [{"id": str(i), "question": f"who wrote book {i}?", "golden_answers": ["ada"]} for i in range(3)]
+    rows = [{"id": str(i), "question": f"who wrote $\\frac{{book {i} in $?\x1b[31m", "golden_answers": ["ada"]} for i in range(3)]  # a dollar begins no formula, an escape no colour
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"id": str(i), "contents": f'"Title {i}"\nbook {i} by ada'}) + "\n" for i in range(4)))
     settings = [
@@ -242,5 +244,23 @@ def test_the_command_plays_prints_and_writes(tmp_path, monkeypatch, capsys):
     assert found["num_negative"] == sum(bar["delta"] < 0 for bar in found["bars"])
     assert (tmp_path / "out" / "found.png").stat().st_size > 10_000
     printed = capsys.readouterr().out
-    assert "closed form at the LM head" in printed and "Delta below 0 in" in printed
+    assert "\x1b" not in printed
+    assert "closed form at the LM head" in printed
+    lines = printed.strip().splitlines()
+    conclusions = [place for place, line in enumerate(lines) if line.startswith("Delta below 0 in")]
+    assert len(conclusions) == 2 and conclusions[0] < 5 and conclusions[1] >= len(lines) - 3, "first and last, the cases between"
     assert influence.main([*command, *settings, "--questions", "0"]) == 2
+    assert influence.main([*command, "--run.steps", "3"]) == 2 and "run.steps=3" in capsys.readouterr().err
+    assert influence.main(["--ckpt", str(tmp_path), "--config", str(tmp_path / "empty.yaml")]) == 2
+    assert f"did you mean {tmp_path / 'policy'}?" in capsys.readouterr().err
+
+
+def test_without_out_the_figures_go_into_the_runs_folder_and_follow_no_link(tmp_path, monkeypatch):
+    where = lambda ckpt, out=None: influence.out_file(SimpleNamespace(ckpt=ckpt, out=out))
+    ckpt = tmp_path / "run" / "checkpoints" / "step_000040"
+    ckpt.mkdir(parents=True)
+    assert where(ckpt) == tmp_path / "run" / "influence" / "step_000040.json" and where(ckpt).parent.is_dir()
+    assert where(tmp_path / "model") == Path("influence.json") and where(ckpt, tmp_path / "new" / "a.json").parent.is_dir()
+    (tmp_path / "run" / "influence" / "step_000040.png").symlink_to(tmp_path / "diary")
+    with pytest.raises(ValueError, match="step_000040.png is a link"):
+        where(ckpt)
