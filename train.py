@@ -57,6 +57,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--resume", action="store_true", help="continue the run in run.dir from its newest checkpoint")
     parser.add_argument("--plan", action="store_true", help="print what the run would take of memory, time and disk, and end: 0 if it fits, 2 if not")
     parser.add_argument("overrides", nargs="*", metavar="section.option=value")
+    try:
+        config.refuse_dashes(argv)
+    except ValueError as error:
+        parser.error(runs.printable(error))
     args = parser.parse_intermixed_args(argv)
     guard = survive.Guard()
     guard.prepare(LAUNCHER)
@@ -68,14 +72,17 @@ def main(argv: list[str]) -> int:
         cfg = config.load(args.config, args.overrides)
         return plan.main(cfg) if args.plan else train(guard, cfg, args.resume)
     except ValueError as error:  # the user's; everything else is ours and keeps its traceback
-        print(f"train.py: {error}", file=sys.stderr)
+        print(f"train.py: {runs.printable(error)}", file=sys.stderr)
         return survive.USER
     except RetrieverError as error:
-        print(f"train.py: {error}", file=sys.stderr)
+        print(f"train.py: {runs.printable(error)}", file=sys.stderr)
         return survive.RETRIEVER
     except (checkpoint.WriteError, OSError) as error:
         if isinstance(error, OSError) and (guard.run_dir is None or error.errno not in checkpoint.DISK_ERRORS):
             raise
+        if guard.run_dir is None:  # the tiny world
+            print(f"train.py: {error}. Nothing was trained: make room or mend the folder's permissions, and give the same command again.", file=sys.stderr)
+            return survive.DISK
         print(f"train.py: {error}. {checkpoint.last_good(guard.run_dir)}, and it is untouched: make room or mend the folder's permissions, then continue with --resume.", file=sys.stderr)
         return survive.DISK
     except KeyboardInterrupt:  # a signal before the first step; later ones stop the run in order

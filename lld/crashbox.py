@@ -125,5 +125,5 @@ def replay_options(box: Path, overrides: list[str]) -> config.Config:
 def compare(box: Path, run_dir: Path) -> str:
     """What a replay has to say for itself."""
     different = same_rows(runs.read_rows(box / "metrics.jsonl"), runs.read_rows(run_dir / "metrics.jsonl"))
-    verdict = "every logged value equals the original, bit for bit" if not different else f"{len(different)} logged values differ from the original's, {', '.join(different[:4])} among them"
+    verdict = "every logged value equals the original, bit for bit" if not different else f"{len(different)} logged values differ from the original's, {runs.printable(', '.join(different[:4]))} among them"
     return f"{run_dir}: {verdict}"
