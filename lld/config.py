@@ -138,7 +138,7 @@ class Retriever:
     index: str | None = None  # folder made by `python -m lld.retrieval build`, or a FAISS file
     corpus: str | None = None  # jsonl of {"id", "contents"}
     encoder: str = "intfloat/e5-base-v2"
-    backend: Literal["faiss", "torch", "bm25", "random", "empty", "oracle"] = "faiss"
+    backend: Literal["faiss", "torch", "bm25", "random", "empty", "oracle"] | None = None  # null: what the index folder was built for; faiss for a file
     dtype: Literal["float16", "int8"] = "float16"  # of backend torch
     faiss_params: str = ""  # FAISS's search parameters, such as "nprobe=64"; empty keeps the index's own
     rerank: int = 0  # candidates of a FAISS index to score again with the vectors on disk
@@ -518,7 +518,7 @@ def validate(cfg: Config) -> None:
         raise ValueError(f"rollout.max_failed_groups = {rollout.max_failed_groups} may leave {fewest} episodes of a step, fewer than optim.updates_per_rollout = {optim.updates_per_rollout}: lower one of the two")
     if cfg.plan.efficiency > 1:
         raise ValueError(f"plan.efficiency = {cfg.plan.efficiency}: a share of what the hardware does at most; must be in (0, 1]")
-    _validate_retriever(cfg)
+    validate_retriever(cfg)
     if cfg.retriever.url is None and cfg.retriever.corpus is None and cfg.retriever.replay is None:
         raise ValueError("retriever.url is null, so the search runs in this process and needs retriever.corpus (and retriever.index, unless backend is bm25)")
     if cfg.tinyworld.num_people < 20:
@@ -528,13 +528,12 @@ def validate(cfg: Config) -> None:
             raise ValueError(f"tinyworld.{name} = {getattr(cfg.tinyworld, name)}: must be in [0, 1]")
 
 
-def _validate_retriever(cfg: Config) -> None:
+def validate_retriever(cfg: Config) -> None:
     options = cfg.retriever
     _refuse_unread(cfg, "retriever", ["replicas"], options.url is None, "retriever.url = null")
-    _refuse_unread(cfg, "retriever", ["dtype"], options.backend != "torch", f"retriever.backend = {options.backend!r}")
-    _refuse_unread(cfg, "retriever", ["faiss_params", "rerank"], options.backend != "faiss", f"retriever.backend = {options.backend!r}")
-    _refuse_unread(cfg, "retriever", ["oracle_questions"], options.backend != "oracle", f"retriever.backend = {options.backend!r}")
-    finds_always = options.url is None and options.replay is None and options.backend != "faiss"
+    for name, backend in (("dtype", "torch"), ("faiss_params", "faiss"), ("rerank", "faiss"), ("oracle_questions", "oracle")):
+        _refuse_unread(cfg, "retriever", [name], options.backend not in (backend, None), f"retriever.backend = {options.backend!r}")
+    finds_always = options.url is None and options.replay is None and options.backend not in ("faiss", None)
     _refuse_unread(cfg, "retriever", ["empty_results"], finds_always, f"retriever.backend = {options.backend!r} in this process, which finds something for every query")
     _refuse_unread(cfg, "retriever", ["record"], options.replay is not None, f"retriever.replay = {options.replay!r}")
     if options.backend == "oracle" and options.oracle_questions is None:

@@ -24,12 +24,14 @@ def parse_passage(line: bytes, where: str) -> Passage:
     """The passage in one jsonl line; ValueError naming `where` unless it is {"id": …, "contents": non-empty string}."""
     try:
         record = json.loads(line.decode())  # given bytes, json.loads takes as long again to guess the encoding
-        record["contents"].encode()  # a lone surrogate would break the tokenizer and the server's reply much later
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        name, contents = str(record["id"]), record["contents"]
+        (name + contents).encode()  # a lone surrogate would break the tokenizer and the server's reply much later
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{where}: {line[:80]!r} must be a JSON object with \"id\" and \"contents\" in UTF-8 ({error!r}); mend or delete the line") from None
-    if not isinstance(record.get("id"), (str, int)) or not record["contents"].strip():
+    visible = any(letter.isprintable() and not letter.isspace() for letter in contents)  # str.strip leaves zero-width letters
+    if not isinstance(record["id"], (str, int)) or isinstance(record["id"], bool) or not visible:
         raise ValueError(f"{where}: {line[:80]!r} needs an \"id\" (string or number) and a non-empty \"contents\"; mend or delete the line")
-    return Passage(str(record["id"]), record["contents"])
+    return Passage(name, contents)
 
 
 class Corpus:
@@ -54,12 +56,14 @@ class Corpus:
             return
         arrow = arrow_path(path)
         if not self._open_cached(arrow):
-            arrow.parent.mkdir(parents=True, exist_ok=True)
             aside = arrow.with_suffix(f".{os.getpid()}.partial")
             try:
+                arrow.parent.mkdir(parents=True, exist_ok=True)
                 with pa.OSFile(str(aside), "wb") as sink:
                     self._convert(sink)
                 os.replace(aside, arrow)  # whole or not there, also with several processes at once
+            except OSError as error:
+                raise ValueError(f"cannot keep the passages of {path} in {arrow.parent} ({error}): make room there, or set LLD_CACHE to another folder") from None
             finally:
                 aside.unlink(missing_ok=True)
             self._open(pa.memory_map(str(arrow)))

@@ -28,8 +28,11 @@ def encoder_style(name: str) -> dict[str, str]:
         style |= {"query": "Represent this sentence for searching relevant passages: ", "pooling": "cls"}
     pooling_file = Path(name) / "1_Pooling" / "config.json"
     if pooling_file.is_file():
-        options = json.loads(pooling_file.read_text())
-        modes = [key.removeprefix("pooling_mode_").removesuffix("_tokens").removesuffix("_token") for key, on in options.items() if on is True and key.startswith("pooling_mode_")]
+        try:
+            options = json.loads(pooling_file.read_text())
+            modes = [key.removeprefix("pooling_mode_").removesuffix("_tokens").removesuffix("_token") for key, on in options.items() if on is True and key.startswith("pooling_mode_")]
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{pooling_file} is damaged ({error}): fetch the encoder again") from None
         mode = options.get("pooling_mode") or "+".join(modes)  # sentence-transformers >= 6 writes one name
         if mode not in ("mean", "cls"):
             raise ValueError(f"{pooling_file} asks for {mode!r} pooling: use an encoder with mean or cls pooling")
@@ -56,6 +59,13 @@ def cut_batches(lengths: list[int], most: int, pass_tokens: int) -> list[tuple[i
     return batches[::-1]
 
 
+def encoder_device(device: str | None) -> torch.device:
+    """The device with its number: "cuda" alone is GPU 0 in every thread that has not chosen one, as a pool's have not."""
+    if (device or "cuda") == "cuda" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(device or "cpu")
+
+
 class Encoder:
     """A text encoder from a hub name or folder: fp16 on a GPU, fp32 on the CPU; safe to call from several threads.
 
@@ -64,7 +74,7 @@ class Encoder:
 
     def __init__(self, name: str, max_tokens: int = 256, device: str | None = None):
         self.name, self.max_tokens, self.style = name, max_tokens, encoder_style(name)
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = encoder_device(device)
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(name)
             self.model = AutoModel.from_pretrained(name, dtype=torch.float16 if self.device.type == "cuda" else torch.float32)

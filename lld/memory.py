@@ -66,18 +66,28 @@ def gpu_bytes() -> float:
     return sum(0.9 * torch.cuda.mem_get_info(number)[0] for number in range(torch.cuda.device_count()))
 
 
-def check(what: str, needed: float, num_vectors: int, dim: int, limit_gb: float | None = None, where: str = "memory") -> None:
+def check(what: str, needed: float, num_vectors: int, dim: int, limit_gb: float | None = None, where: str = "memory", reserved: float = 0.0) -> None:
     """Prints the estimate; ValueError, naming what would fit, where `needed` bytes are more than there are.
 
     Mapped files count in full: an exact search reads all of them for every batch, from the disk where they do not fit.
+    `reserved` bytes of the host's memory are spoken for.
     """
     free = limit_gb * GB if limit_gb is not None else gpu_bytes() if where == "GPU memory" else available_bytes()
+    free -= 0.0 if where == "GPU memory" else reserved
     print(f"retriever: {what}: {needed / GB:.2f} GB of {where}, {free / GB:.2f} GB available", file=sys.stderr, flush=True)
     if needed <= free:
         return
     fitting = [f"{name} ({size / GB:.2f} GB)" for name, size in choices(num_vectors, dim).items() if size <= free] if dim else []
     remedy = f"what would fit: {', '.join(fitting)}" if fitting else "nothing here would fit: use a machine with more, a smaller corpus, or a GPU"
     raise ValueError(f"{what} needs {needed / GB:.2f} GB of {where} for {num_vectors:,} vectors of {dim}, and {free / GB:.2f} GB are available; {remedy}. retriever.max_memory_gb overrules the limit")
+
+
+def check_server(needed: float, limit_gb: float | None) -> None:
+    """The same for what a server takes beside its index: cache, requests and replies under way."""
+    free = limit_gb * GB if limit_gb is not None else available_bytes()
+    print(f"retriever: cache and requests: at most {needed / GB:.2f} GB of memory, {free / GB:.2f} GB available", file=sys.stderr, flush=True)
+    if needed > free:
+        raise ValueError(f"cache and requests may need {needed / GB:.2f} GB of memory, and {free / GB:.2f} GB are available: lower --cache-mb, --max-passages or --max-body-mb, or raise --max-memory-gb")
 
 
 def check_build(factory: str, num_vectors: int, dim: int, train_rows: int) -> None:

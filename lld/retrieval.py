@@ -2,8 +2,7 @@
 
 A backend is a class with `search(queries, topk) -> list[list[Passage]]`, best passage first:
 
-- faiss: a FAISS file, on the CPU mapped from the disk, or shared out over the GPUs in float16 (needs faiss-gpu). Search-R1's
-  own `e5_Flat.index` and `wiki-18.jsonl` work as they are.
+- faiss: a FAISS file, on the CPU, mapped from the disk. Search-R1's own `e5_Flat.index` and `wiki-18.jsonl` work as they are.
 - torch: exact search, chunk by chunk, over the float16 shards of an index folder, or over int8 made of them; on all GPUs there
   are, or on the CPU, where float16 shards stay mapped from the disk.
 - bm25: words (k1 0.9, b 0.4), no neural encoder. Without an index folder it is built in memory when opened. A word is a run
@@ -13,7 +12,11 @@ A backend is a class with `search(queries, topk) -> list[list[Passage]]`, best p
 """
 
 import argparse
+import dataclasses
 import os
+import shutil
+import sys
+import time
 from pathlib import Path
 
 import bm25s
@@ -22,11 +25,13 @@ import numpy as np
 import torch
 
 from lld import memory
-from lld.config import Retriever
+from lld.config import Config, Retriever, validate_retriever
 from lld.controls import EmptySearch, OracleSearch, RandomSearch
 from lld.corpus import Corpus
 from lld.encoder import Encoder
-from lld.index import BUILD, SHARD_ROWS, WORD, Vectors, build_bm25, build_index, check_vectors, fingerprint, read_manifest
+from lld.index import (
+    BUILD, SHARD_ROWS, WORD, Vectors, build_bm25, build_index, built_for, check_files, check_vectors, fingerprint, match_manifest, open_bm25, read_manifest,
+)  # fmt: skip
 from lld.protocol import Passage
 
 CHUNK_ROWS = 1 << 14  # vectors scored at once on the CPU: with QUERY_ROWS queries 16 MB of scores
@@ -69,17 +74,12 @@ class FaissSearch:
             except RuntimeError:  # some compressed indexes cannot give a vector back
                 pass
         check_vectors(str(path), self.index.ntotal, self.index.d, first_D, corpus, encoder)
-        space = faiss.ParameterSpace()
-        if encoder.device.type == "cuda" and hasattr(faiss, "GpuMultipleClonerOptions"):
-            options = faiss.GpuMultipleClonerOptions()
-            options.shard, options.useFloat16 = True, True  # a part of the vectors on every GPU, as Search-R1 does
-            self.index, space = faiss.index_cpu_to_all_gpus(self.index, co=options), faiss.GpuParameterSpace()
-        self.flat = None  # a flat index's own rows: PyTorch's matrix product over them takes a fifth of the time of FAISS's
+        self.flat = None  # a flat index's own rows: PyTorch's product over them takes a fifth of FAISS's time for a batch, half for one
         if isinstance(self.index, faiss.IndexFlatIP):
             rows_ND = faiss.rev_swig_ptr(self.index.get_xb(), self.index.ntotal * self.index.d).reshape(-1, self.index.d)
             self.flat = [(0, torch.from_numpy(rows_ND), None)]
         try:
-            space.set_index_parameters(self.index, params) if params else None
+            faiss.ParameterSpace().set_index_parameters(self.index, params) if params else None
         except RuntimeError as error:
             raise ValueError(f"retriever.faiss_params = {params!r}: {path} does not take it ({str(error).splitlines()[-1].strip()})") from None
 
@@ -99,7 +99,7 @@ class FaissSearch:
         return [_hits(self.corpus, rows_K, scores_K) for rows_K, scores_K in zip(rows_QK, scores_QK)]
 
     def _nearest(self, queries_QD: np.ndarray, num_hits: int) -> tuple[np.ndarray, np.ndarray]:
-        if self.flat is None or len(queries_QD) == 1:
+        if self.flat is None:
             return self.index.search(queries_QD, num_hits)
         blocks = [nearest(self.flat, torch.from_numpy(queries_QD[start : start + QUERY_ROWS]), num_hits) for start in range(0, len(queries_QD), QUERY_ROWS)]
         return tuple(torch.cat(some).numpy() for some in zip(*blocks))
@@ -214,59 +214,78 @@ class BM25Search:
         return _hits(self.corpus, rows, scores_N[rows])
 
 
-def open_retriever(options: Retriever):
+def open_retriever(options: Retriever, reserved_bytes: float = 0.0):
     """The search backend that `options` describe, checked against corpus, encoder and memory; ValueError with the remedy if not.
 
     It has `search`, `backend`, `corpus`, `encoder` (None without one) and `fingerprint`, which changes when its results may.
+    A backend of None is what the index folder was built for, or faiss for a file. `reserved_bytes` of memory are spoken for.
     """
     if options.corpus is None:
         raise ValueError("retriever.corpus is null: a search in this process needs a jsonl of {\"id\", \"contents\"}")
-    path = Path(options.index) if options.index is not None and options.backend in ("faiss", "torch", "bm25") else None
+    path = Path(options.index) if options.index is not None and options.backend in ("faiss", "torch", "bm25", None) else None
     if path is not None and not path.exists():
         raise ValueError(f"no index {path}: build one (`{BUILD}`) or mend retriever.index")
-    if path is None and options.backend in ("faiss", "torch"):
-        raise ValueError(f"retriever.index is null and backend is {options.backend!r}: build an index (`{BUILD}`) or set retriever.backend bm25")
-    if path is not None and path.is_file() and options.backend != "faiss":
+    if path is None and options.backend in ("faiss", "torch", None):
+        raise ValueError(f"retriever.index is null and backend is {repr(options.backend) if options.backend else 'null'}: build an index (`{BUILD}`) or set retriever.backend bm25")
+    if path is not None and path.is_file() and options.backend not in ("faiss", None):
         raise ValueError(f"retriever.index = {options.index} is a file, which only backend faiss opens; {options.backend!r} needs a folder made by `{BUILD}`")
-    manifest = read_manifest(path, options) if path is not None and path.is_dir() else None
+    manifest = read_manifest(path) if path is not None and path.is_dir() else None
+    if options.backend is None:
+        options = dataclasses.replace(options, backend=built_for(manifest) if manifest else "faiss")
+        validate_retriever(Config(retriever=options))  # options that this backend does not read
+    _refuse_gpus_for_each(options)
+    if manifest is not None:
+        match_manifest(path, manifest, options)
     if path is None and options.backend in ("bm25", "oracle") and Path(options.corpus).is_file():
-        memory.check("bm25 in memory", BM25_BYTES * os.path.getsize(options.corpus), 0, 0, options.max_memory_gb)
+        memory.check("bm25 in memory", BM25_BYTES * os.path.getsize(options.corpus), 0, 0, options.max_memory_gb, reserved=reserved_bytes)
     corpus = Corpus(options.corpus)
     if manifest is not None and corpus.sha256 != manifest["corpus_sha256"]:
         raise ValueError(f"{path} was built from another corpus ({manifest['num_passages']} passages) than {corpus.path} ({len(corpus)}): set retriever.corpus to that one, or build again (`{BUILD}`)")
-    retriever = _open_backend(options, path, manifest, corpus)
+    retriever = _open_backend(options, path, manifest, corpus, reserved_bytes)
     bare = [path.stat().st_size, path.stat().st_mtime_ns] if path is not None and path.is_file() else None
     retriever.fingerprint = fingerprint(options.backend, corpus.sha256, manifest, bare, options.encoder, options.dtype, options.faiss_params, options.rerank, options.oracle_questions)
     return retriever
 
 
-def _open_backend(options: Retriever, path: Path | None, manifest: dict | None, corpus: Corpus):
+def _refuse_gpus_for_each(options: Retriever) -> None:
+    """Several processes of one launch would each lay the whole index over all GPUs."""
+    num_processes = int(os.environ.get("WORLD_SIZE", 1))
+    if num_processes > 1 and options.backend == "torch" and options.device == "auto" and torch.cuda.is_available():
+        raise ValueError(
+            f"retriever.url is null and backend is 'torch': each of the {num_processes} processes would lay the whole index over all GPUs. "
+            "Start retriever_server.py once and set retriever.url, or set retriever.device cpu"
+        )  # fmt: skip
+
+
+def _open_backend(options: Retriever, path: Path | None, manifest: dict | None, corpus: Corpus, reserved_bytes: float):
     if options.backend == "random":
         return RandomSearch(corpus)
     if options.backend == "empty":
         return EmptySearch(corpus)
     if options.backend in ("bm25", "oracle"):
-        words = BM25Search(build_bm25(corpus) if path is None else bm25s.BM25.load(path / "bm25", mmap=True), corpus)
+        words = BM25Search(build_bm25(corpus) if path is None else open_bm25(path, corpus), corpus)
         return words if options.backend == "bm25" else OracleSearch(words, corpus, options.oracle_questions)
     device = "cpu" if options.device == "cpu" or not torch.cuda.is_available() else "cuda"
-    where = "GPU memory" if device == "cuda" and (options.backend == "torch" or hasattr(faiss, "GpuMultipleClonerOptions")) else "memory"
     vectors = Vectors(path) if path.is_dir() else None
     if options.backend == "torch":
         needed = len(vectors) * (vectors.dim + 4 if options.dtype == "int8" else 2 * vectors.dim)
-        memory.check(f"torch {options.dtype}", needed, len(vectors), vectors.dim, options.max_memory_gb, where)
+        where = "GPU memory" if device == "cuda" else "memory"
+        memory.check(f"torch {options.dtype}", needed, len(vectors), vectors.dim, options.max_memory_gb, where, reserved_bytes)
         return TorchSearch(str(path), vectors, corpus, Encoder(options.encoder, manifest["max_tokens"], device), options.dtype)
     file = path / "index.faiss" if path.is_dir() else path
-    needed = file.stat().st_size / (2 if where == "GPU memory" else 1)  # float16 there, if the file holds float32
-    memory.check(f"faiss {file.name}", needed, len(corpus), manifest["dim"] if manifest else 0, options.max_memory_gb, where)
+    memory.check(f"faiss {file.name}", file.stat().st_size, len(corpus), manifest["dim"] if manifest else 0, options.max_memory_gb, reserved=reserved_bytes)
     if options.rerank and not (vectors and len(vectors)):
         raise ValueError(f"retriever.rerank = {options.rerank} needs the float16 vectors of an index folder; {path} holds none: build one (`{BUILD}`) or set rerank 0")
     encoder = Encoder(options.encoder, manifest["max_tokens"] if manifest else 256, device)
     return FaissSearch(file, corpus, encoder, options.faiss_params, options.rerank, vectors if vectors and len(vectors) else None)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m lld.retrieval", description="Build an index folder for the retriever; `accelerate launch -m lld.retrieval build …` uses several GPUs.")
-    build = parser.add_subparsers(required=True, metavar="build").add_parser("build")
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m lld.retrieval", description="Build an index folder for the retriever (`accelerate launch -m lld.retrieval build …` uses several GPUs), or check one.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    check = commands.add_parser("check", help="compare every file of a folder with its checksum")
+    check.add_argument("folder")
+    build = commands.add_parser("build")
     build.add_argument("--corpus", required=True, help='jsonl or jsonl.gz of {"id", "contents"}')
     build.add_argument("--out", required=True, help="folder to make; one that a kill left behind is gone on with")
     build.add_argument("--encoder", default=Retriever.encoder, help="hub name or folder")
@@ -275,11 +294,57 @@ def main() -> None:
     build.add_argument("--batch-size", type=int, default=256 if torch.cuda.is_available() else 32, help="passages encoded together")
     build.add_argument("--shard-rows", type=int, default=SHARD_ROWS, help="passages a shard: what a kill can cost")
     build.add_argument("--vectors", help="a flat FAISS file, such as Search-R1's, to take the vectors from instead of encoding")
-    args = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def check(folder: Path) -> None:
+    """Reads every file of an index folder and compares it with the manifest."""
+    files = read_manifest(folder).get("files")
+    if not files:
+        raise ValueError(f"{folder} was built before manifests held checksums: there is nothing to compare it with; build again to have them")
+    check_files(folder, files, float("inf"))
+    print(f"{folder}: {len(files)} files, {_size(folder)}, are as they were built")
+
+
+def build(args: argparse.Namespace) -> None:
+    """Builds, and says what was made and how to serve it."""
+    began = time.monotonic()
+    build_index(args.corpus, args.out, args.encoder, args.index, args.max_tokens, batch_size=args.batch_size, shard_rows=args.shard_rows, vectors=args.vectors)
+    if int(os.environ.get("RANK", 0)):
+        return
+    manifest = read_manifest(Path(args.out))
+    encoder = f" --encoder {manifest['encoder']}" if manifest.get("encoder", Retriever.encoder) != Retriever.encoder else ""
+    print(f"{args.out}: {manifest['num_passages']:,} passages, index {manifest['index']}, {_size(Path(args.out))}, made in {time.monotonic() - began:.0f} s")
+    print(f"serve it: python retriever_server.py --index {args.out} --corpus {args.corpus}{encoder}")
+
+
+def _size(folder: Path) -> str:
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def _is_disk_fault(error: Exception) -> bool:
+    from lld.checkpoint import DISK_ERRORS
+
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        return True
+    return "requested and" in str(error) or "write error" in str(error)  # numpy's error, which has no errno; FAISS's RuntimeError
+
+
+def main() -> None:
+    args = parse_arguments()
     try:
-        build_index(args.corpus, args.out, args.encoder, args.index, args.max_tokens, batch_size=args.batch_size, shard_rows=args.shard_rows, vectors=args.vectors)
+        check(Path(args.folder)) if args.command == "check" else build(args)
     except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
+        print(f"error: {error}".replace("retriever.corpus", "--corpus").replace("retriever.encoder", "--encoder"), file=sys.stderr)
+        raise SystemExit(2) from None
+    except (OSError, RuntimeError) as error:
+        if not _is_disk_fault(error):
+            raise
+        where = Path(args.folder if args.command == "check" else args.out)
+        there = next(folder for folder in (where, *where.absolute().parents) if folder.exists())
+        print(f"error: {where} could not be written with {shutil.disk_usage(there).free / 1e9:.1f} GB free there ({error}): make room and give the same command again; what was finished is kept", file=sys.stderr)
+        raise SystemExit(7) from None
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Building an index folder: killed and gone on with, copied from a flat file, refused where it does not match; what it needs of memory."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -15,6 +17,7 @@ from pathlib import Path
 import faiss
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT, SHARED
 from test_retrieval import brute_force, make_encoder, make_passages, write_corpus
 
@@ -22,7 +25,7 @@ from lld import index as index_module
 from lld import memory, retrieval
 from lld.config import Retriever
 from lld.corpus import Corpus
-from lld.encoder import Encoder, cut_batches
+from lld.encoder import Encoder, cut_batches, encoder_device
 from lld.index import Vectors, build_index, faiss_factory
 from lld.retrieval import nearest, open_retriever
 
@@ -129,8 +132,9 @@ def test_another_index_of_the_same_vectors_needs_no_encoding(folder, monkeypatch
 def test_vectors_are_copied_from_a_flat_file_and_from_no_other(folder, tmp_path):
     copied = build(folder, "copied", "none", vectors=str(folder / "whole" / "index.faiss"))
     assert files(copied / "vectors") == files(folder / "whole" / "vectors") and not (copied / "index.faiss").exists()
-    with pytest.raises(ValueError, match="holds no index.faiss, which backend 'faiss' reads"):
-        open_retriever(options_of(folder, "copied"))
+    with pytest.raises(ValueError, match="copied was built as 'none' and holds no index.faiss, which backend 'faiss' reads: set retriever.backend torch"):
+        open_retriever(options_of(folder, "copied", backend="faiss"))
+    assert open_retriever(options_of(folder, "copied")).backend == "torch"
     faiss.write_index(faiss.IndexHNSWFlat(16, 4), str(tmp_path / "hnsw.index"))
     with pytest.raises(ValueError, match="is a IndexHNSWFlat: only a flat index still has its vectors"):
         build(folder, "impossible", vectors=str(tmp_path / "hnsw.index"))
@@ -142,6 +146,177 @@ def test_vectors_are_copied_from_a_flat_file_and_from_no_other(folder, tmp_path)
     write_corpus(turned / "corpus.jsonl", make_passages(NUM)[far:] + make_passages(NUM)[:far])
     with pytest.raises(ValueError, match="agree only to"):
         build_index(str(turned / "corpus.jsonl"), str(turned / "x"), str(folder / "tiny-e5"), vectors=str(folder / "whole" / "index.faiss"))
+
+
+def test_the_backend_is_what_the_folder_was_built_for_unless_another_is_asked_for(folder):
+    words = folder / "words" if (folder / "words").exists() else build(folder, "words", "bm25")
+    assert not (words / "vectors").exists()
+    assert open_retriever(options_of(folder, "words")).backend == "bm25" and open_retriever(options_of(folder, "whole")).backend == "faiss"
+    assert open_retriever(options_of(folder, "whole", index=str(folder / "whole" / "index.faiss"))).backend == "faiss"
+    (words / "vectors").mkdir()  # as earlier builds left one
+    for backend, part in (("torch", "vectors"), ("faiss", "index.faiss")):
+        with pytest.raises(ValueError, match=f"words was built as 'bm25' and holds no {part}, which backend '{backend}' reads: set retriever.backend bm25"):
+            open_retriever(options_of(folder, "words", backend=backend))
+    (words / "vectors").rmdir()
+    with pytest.raises(ValueError, match="dtype = 'int8' does nothing with retriever.backend = 'bm25'"):
+        open_retriever(options_of(folder, "words", dtype="int8"))
+
+
+def flip(path: Path, at: int = -3) -> None:
+    whole = bytearray(path.read_bytes())
+    whole[at] ^= 1
+    path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("name, backend", [("vectors/00003.npy", "torch"), ("vectors/00003.npy", "faiss"), ("index.faiss", "faiss"), ("bm25/data.csc.index.npy", "bm25"), ("bm25/vocab.index.json", "bm25")])
+def test_a_flipped_cut_or_missing_file_is_named(folder, tmp_path, name, backend, monkeypatch, capsys):
+    """A flipped byte of a large index is not looked for at every opening, which would read all of it, but when asked."""
+    source = build(folder, "words", "bm25") if backend == "bm25" and not (folder / "words").exists() else folder / ("words" if backend == "bm25" else "whole")
+    copy = shutil.copytree(source, tmp_path / "copy")
+    options = options_of(folder, "x", index=str(copy), backend=backend, rerank=20 if (name[:3], backend) == ("vec", "faiss") else 0)
+    check = lambda: retrieval.check(copy)
+    open_retriever(options)
+    check()
+    assert f"{copy}: " in capsys.readouterr().out
+    flip(copy / name)
+    for look in (lambda: open_retriever(options), check):
+        with pytest.raises(ValueError, match=f"copy/{name} is damaged: its checksum is not that of the build; delete"):
+            look()
+    with monkeypatch.context() as patch:
+        patch.setattr(index_module.check_files, "__defaults__", (10,))
+        with contextlib.suppress(ValueError):
+            open_retriever(options)
+        assert "checksums of 0.0 GB are not compared; `python -m lld.retrieval check" in capsys.readouterr().err
+    (copy / name).write_bytes((source / name).read_bytes()[:-7])
+    with pytest.raises(ValueError, match=f"copy/{name} is damaged: [0-9]+ bytes instead of"):
+        open_retriever(options)
+    (copy / name).unlink()
+    with pytest.raises(ValueError, match=f"copy/{name} is damaged: no bytes instead of|copy is damaged: it holds no index.faiss"):
+        open_retriever(options)
+
+
+def without_checksums(folder: Path) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest.pop("files")
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("vocab.index.json", b'{"w1": '), ("params.index.json", b"[" * 100_000), ("params.index.json", b"[]"), ("vocab.index.json", b'{"w1": 99999}'), ("vocab.index.json", b'{"w1": -1}'),
+        ("indices.csc.index.npy", None), ("data.csc.index.npy", b""), ("indices.csc.index.npy", 700), ("indices.csc.index.npy", -1), ("indptr.csc.index.npy", -1), ("indptr.csc.index.npy", 10**6),
+    ],
+)  # fmt: skip
+def test_bm25_files_that_do_not_fit_are_refused_also_without_checksums(folder, tmp_path, name, change):
+    """A row of -1 or beyond the corpus gave wrong passages, or an IndexError at the first search."""
+    copy = shutil.copytree(folder / "words" if (folder / "words").exists() else build(folder, "words", "bm25"), tmp_path / "copy")
+    without_checksums(copy)
+    options = options_of(folder, "x", index=str(copy), backend="bm25")
+    open_retriever(options)
+    path = copy / "bm25" / name
+    if change is None:
+        path.unlink()
+    elif isinstance(change, bytes):
+        path.write_bytes(change)
+    else:
+        numbers = np.load(path)
+        numbers[5] = change
+        np.save(path, numbers)
+    with pytest.raises(ValueError, match="copy/bm25 is damaged.*delete the folder and build it again"):
+        open_retriever(options)
+    with pytest.raises(ValueError, match="built before manifests held checksums"):
+        retrieval.check(copy)
+
+
+def test_a_damaged_shard_or_manifest_is_named_also_without_checksums(folder, tmp_path):
+    copy = shutil.copytree(folder / "whole", tmp_path / "copy")
+    without_checksums(copy)
+    options = options_of(folder, "x", index=str(copy), backend="torch")
+    for damage in (lambda shard: shard[:-9], lambda shard: b"", lambda shard: b"no array", lambda shard: shard.replace(b"f2", b"i2")):
+        (copy / "vectors" / "00002.npy").write_bytes(damage((folder / "whole" / "vectors" / "00002.npy").read_bytes()))
+        with pytest.raises(ValueError, match="copy/vectors/00002.npy (is damaged|holds int16)"):
+            open_retriever(options)
+    for text in ("", "[]", "{}", "[" * 100_000, '{"index": "Flat", "corpus_sha256": "x", "num_passages": 1, "files": []}', '{"index": "Flat", "corpus_sha256": "x", "num_passages": 1, "files": {"../../x": {"bytes": 1, "sha256": ""}}}'):
+        (copy / "manifest.json").write_text(text)
+        with pytest.raises(ValueError, match="copy/manifest.json is damaged .*build the index again"):
+            open_retriever(options)
+
+
+def test_a_second_builder_of_one_folder_is_refused_and_harms_nothing(folder, monkeypatch):
+    """While the first is in its third shard; a lock is of the opened folder, so one process serves for two."""
+    write, calls = index_module._write_shard, []
+
+    def slow(path, vectors_ND):
+        calls.append(path)
+        if len(calls) == 3:
+            with pytest.raises(ValueError, match="another process is building .*twice: wait until it is done, or stop it"):
+                build(folder, "twice")
+        write(path, vectors_ND)
+
+    monkeypatch.setattr(index_module, "_write_shard", slow)
+    build(folder, "twice")
+    assert len(calls) == 14 and files(folder / "twice") == files(folder / "whole")
+
+
+def test_a_builder_that_comes_when_another_has_just_finished_makes_nothing(folder, tmp_path):
+    final, partial = tmp_path / "done", tmp_path / "done.partial"
+    final.mkdir()
+    with pytest.raises(ValueError, match="another process has just built .*done"):
+        index_module._lock(partial, final)
+    assert not partial.exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="file exists and is no folder"):
+        build(folder, str(tmp_path / "file"))
+
+
+@pytest.mark.parametrize("index, most", [("flat", 1000), ("flat", 4000), ("bm25", 200), ("HNSW8", 30_000)])
+def test_a_full_disk_ends_a_build_with_one_line_and_room_lets_it_go_on(folder, tmp_path, index, most, monkeypatch, capsys):
+    """A bound on the size of files stands in for the disk: numpy's, FAISS's and Python's own errors of a full one are the same."""
+    if index == "HNSW8":
+        shutil.copytree(folder / "whole", tmp_path / "out")  # only the FAISS index is to be made
+    arguments = ["build", "--corpus", str(folder / "corpus.jsonl"), "--out", str(tmp_path / "out"), "--encoder", str(folder / "tiny-e5"), "--index", index, "--shard-rows", "50", "--batch-size", "8"]
+    monkeypatch.setattr("sys.argv", ["lld.retrieval", *arguments])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        with pytest.raises(SystemExit) as ended:
+            retrieval.main()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert ended.value.code == 7 and "make room and give the same command again; what was finished is kept" in capsys.readouterr().err
+    retrieval.main()
+    said = capsys.readouterr().out
+    assert f"{tmp_path / 'out'}: 700 passages, index {'Flat' if index == 'flat' else index}, " in said and f"serve it: python retriever_server.py --index {tmp_path / 'out'} --corpus" in said
+    if index == "flat":
+        assert files(tmp_path / "out") == files(folder / "whole")
+    assert open_retriever(options_of(folder, "x", index=str(tmp_path / "out"))).search(["w1"], 3)
+
+
+def test_what_a_server_takes_beside_its_index_is_counted(folder, monkeypatch):
+    size = (folder / "whole" / "index.faiss").stat().st_size
+    monkeypatch.setattr(memory, "available_bytes", lambda: size + 1000)
+    open_retriever(options_of(folder, "whole"), 900)
+    with pytest.raises(ValueError, match="faiss index.faiss needs 0.00 GB of memory"):
+        open_retriever(options_of(folder, "whole"), 1100)
+    with pytest.raises(ValueError, match="cache and requests may need 1.30 GB of memory, and 0.00 GB are available: lower --cache-mb"):
+        memory.check_server(1.3e9, None)
+
+
+def test_an_encoder_knows_its_gpu_by_number_in_every_thread(monkeypatch):
+    """A pool's threads have GPU 0 for "cuda", whichever the process has chosen."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert encoder_device(None) == encoder_device("cuda") == torch.device("cuda:3")
+    assert encoder_device("cpu") == torch.device("cpu") and encoder_device("cuda:1") == torch.device("cuda:1")
+
+
+def test_processes_of_one_launch_do_not_each_lay_the_index_over_all_gpus(folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(ValueError, match="each of the 8 processes would lay the whole index over all GPUs. Start retriever_server.py once and set retriever.url, or set retriever.device cpu"):
+        open_retriever(options_of(folder, "whole", backend="torch"))
+    assert open_retriever(options_of(folder, "whole", backend="torch", device="cpu")).backend == "torch"
 
 
 def test_a_mistaken_factory_string_is_named(folder):

@@ -256,7 +256,10 @@ def test_the_corpus_reads_any_line_packed_or_not(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "line", [b"{", b"", b"[]", b"7", b'{"id": "1"}', b'{"contents": "x"}', b'{"id": "1", "contents": " "}', b'{"id": "1", "contents": ["x"]}', b'{"id": "1", "contents": "\xff"}', b'{"id": "1", "contents": "\\ud800"}'],
+    "line", [b"{", b"", b"[]", b"7", b'{"id": "1"}', b'{"contents": "x"}', b'{"id": "1", "contents": " "}', b'{"id": "1", "contents": ["x"]}', b'{"id": "1", "contents": "\xff"}', b'{"id": "1", "contents": "\\ud800"}',
+        b'{"id": "\\ud800", "contents": "x"}', b'{"id": true, "contents": "x"}', '{"id": "1", "contents": "\u200b\u200d \ufeff"}'.encode(), b'{"id": ["1"], "contents": "x"}',
+        b'{"id": "1", "contents": "x", "more": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    ],
 )  # fmt: skip
 def test_a_malformed_line_is_named(tmp_path, line):
     (tmp_path / "c.jsonl").write_bytes(b'{"id": "0", "contents": "fine"}\n' + line + b"\n")
@@ -349,6 +352,8 @@ def test_options_that_name_nothing_are_refused(tmp_path, corpus_path, encoder_na
     with pytest.raises(ValueError, match="retriever.corpus is null"):
         open_retriever(Retriever(url=None, backend="bm25"))
     with pytest.raises(ValueError, match="retriever.index is null and backend is 'faiss'.* or set retriever.backend bm25"):
+        open_retriever(Retriever(url=None, corpus=corpus_path, backend="faiss"))
+    with pytest.raises(ValueError, match="retriever.index is null and backend is null: build an index .* or set retriever.backend bm25"):
         open_retriever(Retriever(url=None, corpus=corpus_path))
     with pytest.raises(ValueError, match="no index .*gone: build one"):
         open_retriever(Retriever(url=None, corpus=corpus_path, index=str(tmp_path / "gone")))
