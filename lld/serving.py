@@ -6,6 +6,7 @@ its queries, and a GPU takes hardly longer than for one.
 
 import asyncio
 import collections
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,6 +15,8 @@ import torch
 from lld.protocol import Passage
 
 LATENCIES = 10_000  # requests that the percentiles look back on
+ENTRY_BYTES = 500  # of a remembered search beside its texts: key, list, place in the dict
+PASSAGE_BYTES = 300  # of a passage beside its texts
 
 
 class Busy(RuntimeError):
@@ -21,11 +24,11 @@ class Busy(RuntimeError):
 
 
 class Cache:
-    """The last `size` searches, by (query, topk) and the index's fingerprint; 0 keeps none. Used by one thread."""
+    """The last searches, by (query, topk) and the index's fingerprint, in `max_bytes` of memory; 0 keeps none. Used by one thread."""
 
-    def __init__(self, size: int, fingerprint: str):
-        self.size, self.fingerprint, self.found = size, fingerprint, collections.OrderedDict()
-        self.num_hits = self.num_misses = 0
+    def __init__(self, max_bytes: float, fingerprint: str):
+        self.max_bytes, self.fingerprint, self.found = max_bytes, fingerprint, collections.OrderedDict()
+        self.num_hits = self.num_misses = self.num_bytes = 0
 
     def get(self, query: str, topk: int) -> list[Passage] | None:
         key = (self.fingerprint, query, topk)
@@ -37,9 +40,20 @@ class Cache:
         return self.found[key]
 
     def put(self, query: str, topk: int, passages: list[Passage]) -> None:
-        self.found[self.fingerprint, query, topk] = passages
-        while len(self.found) > self.size:
-            self.found.popitem(last=False)
+        key = (self.fingerprint, query, topk)
+        if key in self.found:
+            self.num_bytes -= _entry_bytes(query, self.found.pop(key))
+        self.found[key] = passages
+        self.num_bytes += _entry_bytes(query, passages)
+        while self.found and self.num_bytes > self.max_bytes:
+            (_, oldest, _), forgotten = self.found.popitem(last=False)
+            self.num_bytes -= _entry_bytes(oldest, forgotten)
+
+
+def _entry_bytes(query: str, passages: list[Passage]) -> int:
+    """What a search takes in the cache; a passage that several searches found counts in each."""
+    texts = sys.getsizeof(query) + sum(sys.getsizeof(passage.id) + sys.getsizeof(passage.contents) for passage in passages)
+    return texts + ENTRY_BYTES + PASSAGE_BYTES * len(passages)
 
 
 class Batcher:
@@ -49,26 +63,43 @@ class Batcher:
     search's time after the first: those who were just answered ask again, and half a batch costs more than half. A query that
     comes alone after one that was alone is not kept waiting. `num_searches` run side by side, each on one of the threads that
     share what waits: 1 suits a GPU; on a CPU, searches with a core each answer nearly twice as many as one search on two
-    cores. PyTorch's threads are shared out among them, and a search that is alone gets all. A query that waits or runs already
-    is not searched for twice. All methods but the search itself run in the event loop.
+    cores. PyTorch's threads are shared out among them, and a search that is alone gets all. The thread that was used last is
+    taken first: its OpenMP team is awake, and one client keeps one thread. A query that waits or runs already is not searched
+    for twice. At most `max_passages` (queries x topk, over all requests under way) are promised at a time, which bounds what
+    replies take. All methods but the search itself run in the event loop.
     """
 
-    def __init__(self, retriever, *, max_batch: int = 256, max_wait_s: float = 0.005, max_waiting: int = 16384, cache_size: int = 100_000, num_searches: int = 1):
+    def __init__(
+        self, retriever, *, max_batch: int = 256, max_wait_s: float = 0.005, max_waiting: int = 16384, max_passages: float = float("inf"),
+        cache_bytes: float = 256e6, num_searches: int = 1,
+    ):  # fmt: skip
         self.retriever, self.max_batch, self.max_wait_s, self.max_waiting = retriever, max_batch, max_wait_s, max_waiting
-        self.cache = Cache(cache_size, retriever.fingerprint)
+        self.max_passages, self.num_passages = max_passages, 0
+        self.cache = Cache(cache_bytes, retriever.fingerprint)
         self.waiting: collections.OrderedDict[tuple[int, str], asyncio.Future] = collections.OrderedDict()
         self.running: dict[tuple[int, str], asyncio.Future] = {}
-        self.arrived, self.threads, self.tasks, self.num_searches, self.num_busy = asyncio.Event(), ThreadPoolExecutor(num_searches, "search"), set(), num_searches, 0
+        self.arrived, self.tasks, self.num_searches, self.num_busy = asyncio.Event(), set(), num_searches, 0
+        self.idle_threads = [ThreadPoolExecutor(1, f"search-{number}") for number in range(num_searches)]  # the last used is the last
         self.num_threads, self.last_batch = torch.get_num_threads(), 0
         self.started, self.latencies_s = time.monotonic(), collections.deque(maxlen=LATENCIES)
         self.counts = collections.Counter(requests=0, queries=0, failed=0, batches=0, searched=0, largest_batch=0)
 
     async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
         """The passages of every query; Busy where too many wait, and whatever the retriever raises."""
-        began = time.monotonic()
+        promised = len(queries) * topk
         self.counts["requests"] += 1
         self.counts["queries"] += len(queries)
-        found, pending = {}, {}
+        if self.num_passages and self.num_passages + promised > self.max_passages:
+            self.counts["failed"] += 1
+            raise Busy(f"{self.num_passages} passages are being looked up for others, with {promised} more than {self.max_passages}")
+        self.num_passages += promised
+        try:
+            return await self._find(queries, topk)
+        finally:
+            self.num_passages -= promised
+
+    async def _find(self, queries: list[str], topk: int) -> list[list[Passage]]:
+        began, found, pending = time.monotonic(), {}, {}
         for query in dict.fromkeys(queries):
             passages = self.cache.get(query, topk)
             if passages is not None:
@@ -120,9 +151,9 @@ class Batcher:
             self.running |= futures
             self.num_busy, self.last_batch = self.num_busy + 1, len(keys)
             self._start()
-            began = time.monotonic()
+            began, thread = time.monotonic(), self.idle_threads.pop()
             try:
-                results = await asyncio.get_running_loop().run_in_executor(self.threads, self._search, [query for _, query in keys], topk, num_threads)
+                results = await asyncio.get_running_loop().run_in_executor(thread, self._search, [query for _, query in keys], topk, num_threads)
                 assert len(results) == len(keys)
             except Exception as error:  # the retriever's; those who asked are told, and the server lives on
                 for future in futures.values():
@@ -132,6 +163,8 @@ class Batcher:
                 for (_, query), future, passages in zip(keys, futures.values(), results):
                     self.cache.put(query, topk, passages)
                     future.set_result(passages)
+            finally:
+                self.idle_threads.append(thread)
             for key in keys:
                 del self.running[key]
             self.num_busy -= 1
@@ -166,11 +199,12 @@ class Batcher:
             "queue": {"waiting": len(self.waiting), "running": len(self.running)},
             "batches": {"count": counts["batches"], "mean": round(counts["searched"] / max(1, counts["batches"]), 2), "largest": counts["largest_batch"]},
             "latency_ms": {"p50": percentile(0.5), "p90": percentile(0.9), "p99": percentile(0.99)},
-            "cache": {"entries": len(self.cache.found), "hits": self.cache.num_hits, "hit_rate": round(self.cache.num_hits / max(1, looked_up), 4)},
+            "cache": {"entries": len(self.cache.found), "bytes": self.cache.num_bytes, "hits": self.cache.num_hits, "hit_rate": round(self.cache.num_hits / max(1, looked_up), 4)},
         }
 
     async def close(self) -> None:
         """Lets what is under way end."""
         if self.tasks:
             await asyncio.wait(self.tasks)
-        self.threads.shutdown()
+        for thread in self.idle_threads:
+            thread.shutdown()

@@ -1,7 +1,10 @@
 """The server's contract: Search-R1's client can talk to it, ours too, and bad input is never a 5xx."""
 
 import json
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 import uvicorn
+from conftest import ROOT
 from fastapi.testclient import TestClient
 
 import retriever_server
@@ -132,11 +136,58 @@ def test_the_command_line_beats_the_yaml_and_the_yaml_the_defaults(tmp_path):
     (tmp_path / "run.yaml").write_text("retriever: {corpus: a.jsonl, backend: bm25, topk: 5}\n")
     options, args = parse_options(["--config", str(tmp_path / "run.yaml"), "--topk", "7", "--port", "9"])
     assert (options.corpus, options.backend, options.topk, options.encoder, args.host, args.port) == ("a.jsonl", "bm25", 7, Retriever.encoder, "127.0.0.1", 9)
-    with pytest.raises(ValueError, match="--topk = 0: must be greater than 0"):
-        parse_options(["--topk", "0"])
 
 
-def test_a_mistake_ends_the_command_with_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["retriever_server.py", "--backend", "bm25", "--corpus", str(tmp_path / "none.jsonl")])
-    with pytest.raises(SystemExit, match="error: no corpus file"):
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--backend", "bm25", "--corpus", "none.jsonl", "--port", "0"], "error: no corpus file none.jsonl: set --corpus"),
+        (["--backend", "bm25", "--port", "0"], "error: --corpus is null"),
+        (["--corpus", "x", "--port", "0"], "error: --index is null and backend is null"),
+        (["--topk", "0"], "error: --topk = 0: must be greater than 0"),
+        (["--backend", "bm25", "--corpus", "x", "--host", ""], "error: --host is empty, which would serve every network"),
+        (["--backend", "bm25", "--corpus", "x", "--host", " "], "error: --host is empty"),
+        (["--backend", "bm25", "--corpus", "x", "--port", "70000"], "error: --port = 70000: must be from 0"),
+        (["--host", "no such host"], "error: --host no such host --port 8000 is no address"),
+        (["--backend", "bm25", "--corpus", "x", "--host", "192.0.2.1"], "error: cannot serve on 192.0.2.1 port 8000"),
+        (["--max-passages", "0"], "error: --max-passages = 0: must be greater than 0"),
+        (["--cache-mb", "-1"], "error: --cache-mb = -1.0: must be 0 or more"),
+        (["--corpus", "x", "--cache-mb", "1e9", "--port", "0"], "error: cache and requests may need 1000001.04 GB of memory"),
+    ],
+)
+def test_a_mistake_ends_the_command_with_one_line(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["retriever_server.py", *arguments])
+    with pytest.raises(SystemExit, match="2"):
         retriever_server.main()
+    assert message in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_named_before_an_index_is_opened(monkeypatch, capsys):
+    monkeypatch.setattr(retriever_server, "open_retriever", lambda *_: pytest.fail("the index was opened"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        monkeypatch.setattr("sys.argv", ["retriever_server.py", "--backend", "bm25", "--corpus", "x", "--port", port])
+        with pytest.raises(SystemExit, match="2"):
+            retriever_server.main()
+    said = capsys.readouterr()
+    assert f"error: cannot serve on 127.0.0.1 port {port} (Address already in use): stop what listens there, or choose another --port" in said.err
+    assert "http://" not in said.out
+
+
+def test_a_port_is_held_but_refuses_until_the_index_is_open():
+    bound = retriever_server.bind("127.0.0.1", 0)
+    with bound, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(bound.getsockname())
+
+
+def test_the_command_says_where_it_listens_and_ends_with_0_when_told_to_stop(tmp_path):
+    """The line comes when the address answers; SIGTERM is obeyed, not died of."""
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"id": i, "contents": text}) + "\n" for i, text in enumerate(TEXTS)))
+    command = [sys.executable, str(ROOT / "retriever_server.py"), "--backend", "bm25", "--corpus", str(tmp_path / "c.jsonl"), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=tmp_path) as process:
+        line = process.stdout.readline()
+        address = line.rsplit(" ", 1)[1].strip()
+        assert line.startswith("4 passages, backend bm25, listening on http://127.0.0.1:") and not address.endswith(":0")
+        assert httpx.post(f"{address}/retrieve", json={"queries": ["sky"]}, trust_env=False).json()["result"][0][0]["id"] == "1"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0

@@ -1,9 +1,11 @@
 """Many clients and one index: batches, cache, limits, a queue that is full, a retriever that fails, a server that is told to stop."""
 
 import asyncio
+import contextlib
 import json
 import random
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +17,7 @@ from fastapi.testclient import TestClient
 
 from lld.protocol import Passage
 from lld.serving import Batcher, Busy, Cache
-from retriever_server import GRACE_S, Limits, make_app
+from retriever_server import GRACE_S, Limits, guarded_protocol, make_app
 
 
 class Slow:
@@ -136,11 +138,13 @@ def test_a_query_is_searched_for_once_however_many_ask():
 
     retriever.asked.clear()
     *_, stats = asyncio.run(later())
-    assert retriever.asked == [(["x"], 1)] and stats["cache"] == {"entries": 1, "hits": 1, "hit_rate": round(1 / 3, 4)}
+    assert retriever.asked == [(["x"], 1)] and (stats["cache"]["entries"], stats["cache"]["hits"], stats["cache"]["hit_rate"]) == (1, 1, round(1 / 3, 4))
 
 
 def test_the_cache_forgets_what_was_not_asked_for_lately():
-    cache = Cache(2, "index")
+    one = Cache(1e9, "index")
+    one.put("a", 3, [Passage("a", "a")])
+    cache = Cache(2 * one.num_bytes, "index")
     for query in "abacd":
         if cache.get(query, 3) is None:
             cache.put(query, 3, [Passage(query, query)])
@@ -148,7 +152,52 @@ def test_the_cache_forgets_what_was_not_asked_for_lately():
     assert cache.get("d", 2) is None and Cache(0, "index").get("a", 3) is None
     empty = Cache(0, "index")
     empty.put("a", 3, [])
-    assert not empty.found
+    assert not empty.found and empty.num_bytes == 0
+
+
+def test_the_cache_is_bounded_by_what_it_holds_not_by_the_number_of_searches():
+    """Long queries and long lists of passages count as what they take; a search remembered twice counts once."""
+    cache = Cache(2e6, "index")
+    for number in range(50):
+        cache.put(f"{number} " + "x" * 100_000, 3, [])
+    assert cache.num_bytes <= 2e6 and 15 <= len(cache.found) <= 20
+    for number in range(50):
+        cache.put(f"{number}", 1000, [Passage(str(rank), "y" * 500) for rank in range(200)])
+    real = sum(sys.getsizeof(query) + sum(sys.getsizeof(p) + sys.getsizeof(p.id) + sys.getsizeof(p.contents) for p in found) for (_, query, _), found in cache.found.items())
+    assert real <= cache.num_bytes <= 2e6 and cache.num_bytes < 2 * real
+    for _ in range(5):
+        cache.put("49", 1000, [Passage(str(rank), "y" * 500) for rank in range(200)])
+    assert cache.num_bytes <= 2e6 and len(cache.found) > 5
+
+
+def test_a_client_that_is_alone_keeps_the_thread_that_was_used_last():
+    """Each thread has its own OpenMP team: a lone client that goes round the threads finds every team asleep."""
+    retriever = Slow(0.02)
+    search, threads = retriever.search, []
+    retriever.search = lambda queries, topk: threads.append(threading.get_ident()) or search(queries, topk)
+
+    async def run():
+        batcher = Batcher(retriever, num_searches=3, max_batch=1, max_wait_s=0.001)
+        await asyncio.gather(*(batcher.search([f"q{number}"], 1) for number in range(3)))
+        together = set(threads)
+        threads.clear()
+        for number in range(6):
+            await batcher.search([f"r{number}"], 1)
+        await batcher.close()
+        return together
+
+    assert len(asyncio.run(run())) == 3 and len(set(threads)) == 1
+
+
+def test_what_is_promised_at_a_time_is_bounded():
+    found, stats = together(Slow(), [([f"q{i}", f"r{i}"], 10) for i in range(5)], max_passages=60)
+    assert [isinstance(hits, Busy) for hits in found] == [False] * 3 + [True] * 2 and stats["failed_requests"] == 2
+
+    async def alone():  # one that is larger than the bound is answered when nothing else is under way
+        batcher = Batcher(Slow(), max_passages=60)
+        return [len(await batcher.search([f"{number} {i}" for i in range(10)], 10)) for number in range(2)]
+
+    assert asyncio.run(alone()) == [10, 10]
 
 
 def test_a_failing_search_fails_its_requests_and_no_others():
@@ -166,11 +215,11 @@ def test_a_full_queue_is_said_so():
 
 @pytest.fixture(scope="module")
 def client():
-    with TestClient(make_app(Slow(0), topk=2, limits=Limits(queries=50, topk=20, body_mb=12.0)), raise_server_exceptions=False) as client:
+    with TestClient(make_app(Slow(0), topk=2, limits=Limits(queries=50, topk=20, passages=300, body_mb=12.0)), raise_server_exceptions=False) as client:
         yield client
 
 
-@pytest.mark.parametrize("body, reason", [({"queries": ["x"] * 51}, "body.queries: 51 asked for, at most 50"), ({"queries": ["x"], "topk": 21}, "body.topk: 21 asked for, at most 20"), ({"queries": ["x"], "topk": 10**30}, "body.topk: that many asked")])
+@pytest.mark.parametrize("body, reason", [({"queries": ["x"] * 51}, "body.queries: 51 asked for, at most 50"), ({"queries": ["x"], "topk": 21}, "body.topk: 21 asked for, at most 20"), ({"queries": ["x"], "topk": 10**30}, "body.topk: that many asked"), ({"queries": ["x"] * 31, "topk": 10}, "body.queries x topk: 310 asked for, at most 300 are answered; ask for less, or start the server with a higher --max-passages")])
 def test_limits_are_said(client, body, reason):
     reply = client.post("/retrieve", json=body)
     assert reply.status_code == 422 and reply.json()["detail"].startswith(reason)
@@ -180,7 +229,7 @@ def test_bodies_of_ten_megabytes(client):
     reply = client.post("/retrieve", json={"queries": ["é" * 1_600_000, "x" * 400_000], "topk": 1})  # \\u00e9 each
     assert reply.status_code == 200 and len(reply.json()["result"]) == 2
     reply = client.post("/retrieve", json={"queries": ["x" * 13_000_000]})
-    assert reply.status_code == 413 and reply.json()["detail"] == "a body of more than 12000000 bytes"
+    assert reply.status_code == 413 and reply.json()["detail"] == "a body of more than 12000000 bytes (--max-body-mb)"
     unannounced = client.post("/retrieve", content=(b"x" * 1_000_000 for _ in range(13)))
     assert unannounced.status_code == 413
 
@@ -233,10 +282,108 @@ def test_no_request_however_odd_is_a_5xx(client):
     assert {200, 422, 405, 404} <= statuses
 
 
+def test_a_get_of_the_root_says_what_to_ask(client):
+    assert "/retrieve" in client.get("/").json()["POST"]
+
+
+@contextlib.contextmanager
+def live(limits: Limits):
+    """The port of a real uvicorn in a thread."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(make_app(Slow(0), topk=3, limits=limits), log_level="critical", http=guarded_protocol(limits)))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join(10)
+
+
+def reply_of(connection: socket.socket) -> bytes:
+    """What comes until the server closes; a reset is an end too."""
+    connection.settimeout(5)
+    said = b""
+    with contextlib.suppress(ConnectionError):
+        while piece := connection.recv(1 << 16):
+            said += piece
+    return said
+
+
+def test_connections_that_do_not_finish_what_they_began_are_closed():
+    """No byte at all, half a request line, half the headers, half a body, a byte now and then; others are served meanwhile."""
+    head = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    whole = b'{"queries": ["q"], "topk": 2}'
+    first = head + b"Content-Length: %d\r\n\r\n" % len(whole) + whole
+    with live(Limits(request_s=0.4)) as port:
+        begun = [b"", b"POST /retr", head, head + b"Content-Length: 900\r\n\r\n{", head + b"Content-Length: 900\r\n\r\n{", first]
+        connections = [socket.create_connection(("127.0.0.1", port)) for _ in begun]
+        for connection, some in zip(connections, begun, strict=True):
+            connection.sendall(some)
+        started = time.perf_counter()
+        for _ in range(3):  # a byte now and then does not begin the deadline anew
+            time.sleep(0.1)
+            connections[4].sendall(b" ")
+            connections[1].sendall(b"i")
+        connections[5].sendall(b"POST /re")  # the second request of a connection that is kept
+        assert httpx.post(f"http://127.0.0.1:{port}/retrieve", json={"queries": ["q"]}, trust_env=False).status_code == 200
+        said = [reply_of(connection) for connection in connections]
+        assert time.perf_counter() - started < 3
+    assert said[:3] == [b"", b"", b""]
+    assert all(b"408 Request Timeout" in reply and b"--request-s" in reply for reply in said[3:5])
+    assert said[5].startswith(b"HTTP/1.1 200") and said[5].count(b"HTTP/1.1") == 1
+
+
+def test_a_reply_that_nobody_reads_is_given_up_and_a_slow_reader_is_not():
+    body = json.dumps({"queries": [f"{i} " + "x" * 4000 for i in range(60)], "topk": 100}).encode()  # 24 MB come back
+    ask = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    with live(Limits(request_s=0.4)) as port:
+        deaf, slow = (socket.create_connection(("127.0.0.1", port)) for _ in range(2))
+        for connection in (slow, deaf):
+            connection.sendall(ask)
+        read = b""
+        for _ in range(12):  # longer than the deadline
+            time.sleep(0.1)
+            read += slow.recv(1 << 21)
+        while len(read.partition(b"\r\n\r\n")[2]) < int(read.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]):
+            read += slow.recv(1 << 22)
+        assert len(json.loads(read.partition(b"\r\n\r\n")[2])["result"]) == 60
+        assert len(reply_of(deaf)) < len(read) - 1_000_000
+
+
+def test_more_connections_than_allowed_are_told_so():
+    with live(Limits(connections=3, request_s=5)) as port:
+        idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
+        time.sleep(0.05)
+        with socket.create_connection(("127.0.0.1", port)) as extra:
+            said = reply_of(extra)
+        assert b"503" in said and b"3 connections are open already (--max-connections)" in said
+        for connection in idle:
+            connection.close()
+        time.sleep(0.05)
+        assert httpx.post(f"http://127.0.0.1:{port}/retrieve", json={"queries": ["q"]}, trust_env=False).status_code == 200
+
+
+def test_bodies_that_arrive_side_by_side_are_bounded(monkeypatch):
+    monkeypatch.setattr("retriever_server.BODIES", 2)
+    head = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n\r\n"
+    with live(Limits(body_mb=0.1, request_s=1.0)) as port:
+        connections = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
+        for connection in connections:
+            connection.sendall(head + b" " * 90_000)
+            time.sleep(0.05)
+        said = [reply_of(connection) for connection in connections]
+    assert [reply.split()[1] for reply in said] == [b"408", b"408", b"429"]
+
+
 def test_a_server_told_to_stop_answers_what_it_has_taken_on():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(make_app(Slow(0.5), topk=3), log_level="warning", timeout_graceful_shutdown=GRACE_S))
+        server = uvicorn.Server(uvicorn.Config(make_app(Slow(0.5), topk=3), log_level="warning", http=guarded_protocol(Limits()), timeout_graceful_shutdown=GRACE_S))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         while not server.started:
