@@ -73,7 +73,7 @@ class Rollout:
     top_p: float = 1.0
     num_slots: int = 128  # sequences decoded together, on each process; `train.py --plan` says what their cache takes
     max_failed_groups: float = 0.1  # share of a step's groups that may be dropped because a search failed; beyond it the run stops
-    cuda_graphs: bool = False  # replay decode steps as CUDA graphs, captured anew in every rollout; nothing on a CPU; not run on a GPU yet
+    cuda_graphs: bool = False  # replay decode steps as CUDA graphs, captured anew in every rollout; nothing on a CPU; run on a pretended GPU only
     overlap_search: bool = True  # decode on while searches run; False makes the schedule, and so the last bits, repeatable
 
 

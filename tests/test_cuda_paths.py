@@ -140,6 +140,8 @@ def test_launches_of_a_decode_step(quick):
     two, four = (per_step(found[f"decode {layers}"], "launches") for layers in (2, 4))
     layer = (four - two) / 2
     assert layer <= LAYER_LAUNCHES and two - 2 * layer <= OTHER_LAUNCHES, (layer, two - 2 * layer)
+    autocast = per_step(found["autocast 2"], "launches")
+    assert autocast == two, "a step of bf16 weights casts nothing, also under the trainer's autocast"
 
 
 @counted

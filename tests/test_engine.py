@@ -335,3 +335,20 @@ def test_the_search_ends_at_the_last_token_with_a_probability():
         assert all(token < 700 and logprob > -30 for token, logprob in drawn)
     ((token, logprob),) = sample_tokens(torch.full((1, 2000), torch.nan), torch.tensor([0.5]), 1.0, 1.0)
     assert 0 <= token < 2000 and logprob != logprob  # a broken model is told by its log-probabilities
+
+
+def test_under_autocast_the_cache_is_half_and_what_is_of_one_type_stays_so(tokenizer):
+    kept = []
+    cases = [(dtype, cast) for dtype in (torch.float32, torch.bfloat16) for cast in (False, True)]
+    for dtype, cast in cases:
+        lm = make_lm(tokenizer, scale=1.0).to(dtype)
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            engine = new_engine(lm, tokenizer, temperature=0, eos_ids=(), stop_strings=())
+            for key, prompt in enumerate(PROMPTS):
+                engine.add(key, prompt, [0], 6)
+            kept.append(run(engine, turns=2, max_new_tokens=6)[:2])
+        assert engine.cache.state.dtype == (torch.bfloat16 if cast else dtype)
+    exact, cast, half, half_cast = kept
+    assert half == half_cast
+    for other in (cast, half):
+        assert max(abs(other[1][key][0] - exact[1][key][0]) for key in exact[1]) < 0.05  # of the first tokens

@@ -238,23 +238,22 @@ def steps() -> dict:
         lm = make_lm(tokenizer, num_layers=layers, vocab_size=2000)
         with device():
             lm = engine_model(lm, torch.device("cuda"), half=True)
-            for name, top_p in (("decode", 1.0), ("top-p", 0.3)):
-                engine = Engine(lm, tokenizer, top_p=top_p, **options)
-                cache = engine.cache.state
-                for key in range(4):
-                    engine.add(key, [20 + key] * (10 + key), [key], 40)
-                SIM.reset()
-                engine.step()
-                found[f"prefill {layers}"] = seen()
-                engine.step()
-                SIM.reset()
-                for _ in range(12):
+            cases = (("decode", 1.0, False), ("top-p", 0.3, False), ("autocast", 1.0, True))
+            for name, top_p, cast in cases:
+                with torch.autocast("cuda", torch.bfloat16, enabled=cast):
+                    engine = Engine(lm, tokenizer, top_p=top_p, **options)
+                    cache = engine.cache.state
+                    for key in range(4):
+                        engine.add(key, [20 + key] * (10 + key), [key], 40)
+                    SIM.reset()
                     engine.step()
-                shapes = len(SIM.shapes)
-                found[f"{name} {layers}"] = seen() | {
-                    "shapes": shapes,
-                    "cache stays": engine.cache.state is cache,
-                }
+                    found[f"prefill {layers}"] = seen()
+                    engine.step()
+                    SIM.reset()
+                    for _ in range(12):
+                        engine.step()
+                    stays = {"shapes": len(SIM.shapes), "cache stays": engine.cache.state is cache}
+                    found[f"{name} {layers}"] = seen() | stays
     with device():
         SIM.reset()
         play(lm, tokenizer, max_tokens=100)
