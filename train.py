@@ -524,7 +524,9 @@ def trainer_state(parts: Parts) -> dict:
 def stop(parts: Parts, cfg: config.Config, num_steps: int, why: str, code: int) -> int:
     """Saves the checkpoint after `num_steps` steps, says why the run ends, and returns its exit code."""
     folder = save(parts, cfg, num_steps)
-    parts.accelerator.print(f"train.py: {why} Saved {folder}; continue with --resume.", file=sys.stderr)
+    lost = code == survive.PHASE and parts.phase == phases.COLLAPSE
+    on = "--resume would go on with a collapsed policy, so start a new run from a checkpoint of before (model.path)" if lost else "continue with --resume"
+    parts.accelerator.print(f"train.py: {why} Saved {folder}; {on}.", file=sys.stderr)
     parts.guard.outcome = "stopped"
     return code
 

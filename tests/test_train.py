@@ -339,7 +339,7 @@ def test_a_collapse_stops_the_run_fills_the_box_and_no_report_hides_why(folder, 
     config = write_config(folder, "dead", eval={"every": 0}, run={"dir": str(folder / "dead"), "steps": 9, "save_every": 50}, monitor={"stop_in_phase": 4, "crash_box": 2})
     assert train.main(["--config", str(config)]) == 4
     told = capsys.readouterr()
-    assert "phase 4 (collapse) begins: reward/mean 0.50 -> 0.10, answered 1.00 -> 0.20" in told.err and "phase 4 (collapse) has begun" in told.err
+    assert "phase 4 (collapse) begins: reward/mean 0.50 -> 0.10, answered 1.00 -> 0.20" in told.err and "phase 4 (collapse) has begun" in told.err and "--resume would go on with a collapsed policy" in told.err
     assert len(rows(folder / "dead")) == 5 and (folder / "dead" / "boxes" / "step_000005" / "config.yaml").exists()
     assert f"no report could be drawn (ZeroDivisionError: division by zero); python -m lld.report {folder}/dead tries again" in told.out
     assert len(rows(folder / "stopped")) == 2 and checkpoint.latest(folder / "stopped") == checkpoint.folder_of(folder / "stopped", 2)
