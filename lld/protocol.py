@@ -115,10 +115,10 @@ def control_tokens(tokenizer, added: bool = True) -> re.Pattern:
 
     Other added tokens are text (words, runs of spaces), and so are the protocol's own tags, which a user may have added.
     """
-    known = tokenizer.added_tokens_decoder.values()
-    texts = {*tokenizer.all_special_tokens, *(str(t) for t in known if t.special or added and _MARKUP.fullmatch(str(t).strip()))}
-    if normalizer := _normalizer(tokenizer):  # a token may be matched as the tokenizer normalizes it
-        texts |= {normalizer.normalize_str(text) for text in texts}
+    known = [token for token in tokenizer.added_tokens_decoder.values() if token.special or added and _MARKUP.fullmatch(str(token).strip())]
+    texts = {*tokenizer.all_special_tokens, *map(str, known)}
+    if normalizer := _normalizer(tokenizer):  # some are looked for in normalized text, as they are normalized themselves
+        texts |= {normalizer.normalize_str(str(token)) for token in known if token.normalized}
     longest_first = sorted((text for text in texts if text.strip() and not _TAG.fullmatch(text)), key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 

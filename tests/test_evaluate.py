@@ -226,6 +226,16 @@ def test_evaluation_takes_its_own_number_of_turns(world):
         assert (record["num_turns"], record["num_searches"], record["stop_reason"], record["answer"], record["em"]) == (num_turns, num_turns - 1, "turns", None, 0.0)
 
 
+def test_a_question_whose_search_finds_nothing_is_scored_like_any_other(world):
+    """Whatever training does with it (retriever.empty_results): dropping questions would change what is measured."""
+    cfg, tokenizer, engine, _ = open_world(world)
+    questions = [Question(f"q{i}", f"of kind {kind}", (gold,), "nq") for i, (kind, gold) in enumerate(ROWS[:5])]
+    assert cfg.retriever.empty_results == "drop"
+    records = evaluate.evaluate_questions(engine, tokenizer, questions, lambda queries: [[] for _ in queries], cfg, seed=0)
+    assert [(r["id"], r["em"], r["num_searches"], r["gold_in_results"]) for r in records] == [("q0", 1.0, 1, False), ("q1", 0.0, 0, False), ("q2", 1.0, 0, False), ("q3", 0.0, 1, False), ("q4", 1.0, 0, False)]
+    assert records[0]["turns"][0]["passages"] == [] and records[0]["turns"][0]["observation"].endswith("</information>")
+
+
 def test_processes_share_the_questions_and_restore_the_order(world, monkeypatch):
     cfg, tokenizer, engine, search = open_world(world)
     questions = [Question(f"q{i}", f"of kind {kind}", (gold,), "nq") for i, (kind, gold) in enumerate(ROWS[:5])]

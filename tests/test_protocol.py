@@ -16,7 +16,9 @@ from lld.protocol import Action, Passage, parse_action, render_observation
         ("<search> a\nb </search>\n<", Action("search", "a\nb")),  # the closing token may bring more text along
         ("<search> one <search> two </search>", Action("search", "two")),  # Search-R1 asks for "one <search> two"
         ("<search> q <answer> gold </answer>", Action("answer", "gold")),  # the sampler stopped here; Search-R1 reads on for a </search>
+        ("<answer> x <search> q </search>", Action("search", "q")),  # in Search-R1 one match may span this turn and a later one
         ("<search> q </answer>", Action("invalid")),
+        ("<search> q </sea<|im_end|>rch>", Action("invalid")),  # in Search-R1 skipping the special token makes the tag whole
         ("no tags at all", Action("invalid")),
         ("q </search>", Action("invalid")),
         ("<search> q", Action("invalid")),
