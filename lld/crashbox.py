@@ -92,6 +92,11 @@ def read_episodes(box: Path, step: int) -> list[Episode]:
     return trajectories.read_episodes(box / "episodes" / f"step_{step:06d}.jsonl")
 
 
+def read_dropped(box: Path, step: int) -> dict:
+    """What the boxed run logged of groups that are not among the step's episodes, since nothing was found for them."""
+    return {"empty_groups": row["empty_groups"] for row in runs.read_rows(box / "metrics.jsonl") if row["step"] == step and "empty_groups" in row}
+
+
 def same_rows(original: list[dict], replayed: list[dict]) -> list[str]:
     """Names whose values differ between the two logs, evaluation apart, which a replay does not make. As text: NaN equals itself."""
     by_step = {row["step"]: row for row in original}
