@@ -12,6 +12,7 @@ import pyarrow.parquet
 import torch
 
 SPLIT_NAMES = ("train", "dev", "test", "validation")
+WANTED = 'a row is such as {"id": "1", "question": "Who wrote Emma?", "golden_answers": ["Jane Austen"]}'
 REMEDY = "give a .parquet (Search-R1) or .jsonl (FlashRAG) file, a folder with one for each split, or a hub name such as PeterJinGo/nq_hotpotqa_train"
 
 
@@ -36,10 +37,10 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict]]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} line {number} is not valid JSON ({error}): each line must hold one object") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} line {number} is not valid JSON ({error}): each line must hold one object; {WANTED}") from None
         if not isinstance(row, dict):
-            raise ValueError(f"{path} line {number} holds {type(row).__name__} {line.strip()[:40]!r}: each line must hold one object")
+            raise ValueError(f"{path} line {number} holds {type(row).__name__} {line.strip()[:40]!r}: each line must hold one object; {WANTED}")
         yield f"{path} line {number}", row
 
 
@@ -107,7 +108,7 @@ def _question_text(row: dict, place: str) -> str:
         prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
         messages = [m for m in (prompt if isinstance(prompt, (list, tuple)) else ()) if _field(m, "role") == "user"]
         if not messages:
-            raise ValueError(f"{place}: missing field 'question' (and no user message in 'prompt'): add a 'question' to every row")
+            raise ValueError(f"{place}: missing field 'question' (and no user message in 'prompt'): add a 'question' to every row; {WANTED}")
         content = _field(messages[-1], "content")
         if not isinstance(content, str):
             raise ValueError(f"{place}: the prompt's content {content!r} is no text: add a 'question' column")
@@ -128,17 +129,21 @@ def _question(row: dict, place: str, default_source: str) -> Question:
         split = _field(row, "extra_info", "split")
         name = index if split is None else f"{split}_{index}"  # FlashRAG's own form of id, "train_0"
     if name is None:
-        raise ValueError(f"{place}: missing field 'id' (and no extra_info.index): add an 'id' to every row")
-    if not str(name).strip() or isinstance(name, (list, dict)):
+        raise ValueError(f"{place}: missing field 'id' (and no extra_info.index): add an 'id' to every row; {WANTED}")
+    if not str(name).strip() or isinstance(name, (list, dict, bool)):
         raise ValueError(f"{place}: id = {name!r} must be a string or a number")
     text = _question_text(row, place)
     target = row.get("golden_answers")
     target = _field(row, "reward_model", "ground_truth", "target") if target is None else target
     if target is None:
-        raise ValueError(f"{place}: missing field 'golden_answers' (and no reward_model.ground_truth.target): add it to every row")
+        raise ValueError(f"{place}: missing field 'golden_answers' (and no reward_model.ground_truth.target): add it to every row; {WANTED}")
     golden_answers = _texts(target, f"{place}: golden_answers")
     if not golden_answers:
         raise ValueError(f"{place}: golden_answers = {list(target)!r} of {text!r} are empty: such a question cannot be scored, remove the row")
+    try:
+        "".join((str(source), str(name), *golden_answers)).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{place}: id {name!r} or golden_answers {golden_answers!r} hold half a character (a lone surrogate) and cannot be encoded: mend the text") from None
     titles = _field(row, "metadata", "supporting_titles")
     titles = () if titles is None else _texts(titles, f"{place}: metadata.supporting_titles")
     return Question(f"{source}/{name}", text, golden_answers, source, titles)
