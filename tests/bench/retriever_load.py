@@ -7,7 +7,7 @@ search a request; same encoder, same flat index, same web server (uvicorn with h
 environment: with OMP_NUM_THREADS unset, as users start both, PyTorch takes all cores for each search of either. Each of the N
 clients asks one query after another: the real questions of ../shared in a random order, all different (when all were asked,
 again with a word added), so that the cache never helps; "again" asks ours the same a second time, so that it always does.
-`--group G` lets G clients at a time ask the same. The clients are one process of their own (asyncio, raw HTTP/1.1 over
+The servers take turns, `--rounds` of them a row, so that other work on the machine falls on both. `--group G` lets G clients at a time ask the same. The clients are one process of their own (asyncio, raw HTTP/1.1 over
 kept connections), the server another. "CPU ms" is what a server burns a query, which other work on the machine distorts least.
 """
 
@@ -99,13 +99,29 @@ def start(command: list[str]) -> tuple[subprocess.Popen, int]:
             time.sleep(0.2)
 
 
+def measure(process: subprocess.Popen, port: int, num_clients: int, queries: list[str], seconds: float) -> tuple[float, list[float], float, int]:
+    """Wall seconds, latencies in s, CPU seconds of the server, and how many queries were asked."""
+    cpu_s = lambda: sum(psutil.Process(process.pid).cpu_times()[:2])
+    before, began = cpu_s(), time.perf_counter()
+    _, latencies, asked = asyncio.run(load(port, num_clients, queries, seconds))
+    return time.perf_counter() - began, latencies, cpu_s() - before, asked
+
+
+def summarize(turns: list[tuple[float, list[float], float, int]]) -> tuple[float, float, float, float]:
+    """Queries a second, p50 and p99 in ms, CPU ms a query, of all turns of a server."""
+    asked, latencies = sum(turn[3] for turn in turns), sorted(latency for turn in turns for latency in turn[1])
+    percentile = lambda share: 1000 * latencies[min(len(latencies) - 1, int(share * len(latencies)))]
+    return asked / sum(turn[0] for turn in turns), percentile(0.5), percentile(0.99), 1000 * sum(turn[2] for turn in turns) / asked
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in ("--index", "--corpus", "--encoder"):
         parser.add_argument(name, required=True)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--group", type=int, default=1, help="clients that ask the same question at the same time, as the episodes of a GRPO group do")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement, all rounds together")
+    parser.add_argument("--rounds", type=int, default=4, help="turns of each server in a measurement")
     args = parser.parse_args()
     questions = [json.loads(line)["question"] for path in sorted((ROOT.parent / "shared" / "data" / "qa").glob("*.jsonl")) for line in path.open()]
     random.Random(0).shuffle(questions)  # those of one benchmark are alike in length
@@ -121,15 +137,14 @@ def main() -> None:
             asyncio.run(load(port, 2, ["warm up"] * 20, 5))
         at = 0
         for num in args.clients:
-            row = {}
-            for name, (process, port) in servers.items():
-                cpu_s = lambda: sum(psutil.Process(process.pid).cpu_times()[:2])
-                before = cpu_s()
-                rate, latencies, asked = asyncio.run(load(port, num, fresh[at:], args.seconds))
-                percentile = lambda share: 1000 * latencies[min(len(latencies) - 1, int(share * len(latencies)))]
-                row[name] = (rate, percentile(0.5), percentile(0.99), 1000 * (cpu_s() - before) / asked)
-            rate, latencies, _ = asyncio.run(load(servers["ours"][1], num, fresh[at : at + asked], args.seconds))
-            at += asked  # what ours was asked is in its cache now
+            row, known = {name: [] for name in servers}, []
+            for _ in range(args.rounds):
+                for name, (process, port) in servers.items():
+                    row[name].append(measure(process, port, num, fresh[at:], args.seconds / args.rounds))
+                known += fresh[at : at + row["ours"][-1][3]]  # in its cache now
+                at += max(turns[-1][3] for turns in row.values())
+            row = {name: summarize(turns) for name, turns in row.items()}
+            rate, latencies, _ = asyncio.run(load(servers["ours"][1], num, known, args.seconds))
             cells = [f"{value:.1f}" for name in ("plain", "ours") for value in row[name]]
             print(f"| {num} | {' | '.join(cells)} | {row['ours'][0] / row['plain'][0]:.1f} | {row['plain'][3] / row['ours'][3]:.1f} | {rate:.0f} | {1000 * latencies[int(0.99 * len(latencies))]:.0f} |", flush=True)
     finally:
