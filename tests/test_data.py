@@ -287,3 +287,15 @@ def test_the_real_benchmarks(name, count):
     questions = load_questions(str(QA / f"{name}.jsonl"), split="test")
     assert len(questions) == count and {q.source for q in questions} == {name}
     assert all(q.golden_answers and q.id.startswith(f"{name}/") for q in questions)
+
+
+def test_the_real_data_benchmark_says_what_its_data_folder_must_hold(tmp_path):
+    from bench.real_data import find_data, first_rows
+
+    for missing, path in (("a corpus", "corpus.jsonl"), ("qa/train.jsonl", "qa/train.jsonl"), ("any benchmark", "qa/nq.jsonl")):
+        with pytest.raises(ValueError, match=f"--data .* lacks {missing}. It must hold corpus.jsonl or .*qa/nq.jsonl, qa/triviaqa.jsonl"):
+            find_data(tmp_path)
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text("1\n2\n3\n")
+    assert find_data(tmp_path) == (tmp_path / "corpus.jsonl", {name: tmp_path / "qa" / f"{name}.jsonl" for name in ("train", "nq")})
+    assert first_rows(tmp_path / "qa" / "nq.jsonl", 2, tmp_path / "few").read_text() == "1\n2\n"
