@@ -78,12 +78,13 @@ def main(argv: list[str]) -> int:
         print(f"train.py: {runs.printable(error)}", file=sys.stderr)
         return survive.RETRIEVER
     except (checkpoint.WriteError, OSError) as error:
-        if isinstance(error, OSError) and (guard.run_dir is None or error.errno not in checkpoint.DISK_ERRORS):
+        gone = guard.run_dir is not None and (isinstance(error, lock.Gone) or not guard.run_dir.exists())
+        if isinstance(error, OSError) and not gone and error.errno not in checkpoint.DISK_ERRORS:
             raise
         if guard.run_dir is None:  # the tiny world
             print(f"train.py: {error}. Nothing was trained: make room or mend the folder's permissions, and give the same command again.", file=sys.stderr)
             return survive.DISK
-        print(f"train.py: {error}. {checkpoint.last_good(guard.run_dir)}, and it is untouched: make room or mend the folder's permissions, then continue with --resume.", file=sys.stderr)
+        print(f"train.py: {error}. {after_disk(guard.run_dir, gone)}", file=sys.stderr)
         return survive.DISK
     except KeyboardInterrupt:  # a signal before the first step; later ones stop the run in order
         name = signal.Signals(guard.signal or signal.SIGINT).name
@@ -99,6 +100,16 @@ def main(argv: list[str]) -> int:
     finally:
         leave_report(guard, args.replay)
         guard.close()
+
+
+def after_disk(run_dir: Path, gone: bool) -> str:
+    """What is left, and how to go on, where a run's folder could not be written, or is gone."""
+    if gone:
+        return f"{run_dir} is gone, and all that was in it: start the run again."
+    last = checkpoint.latest(run_dir)
+    left = f"The last good checkpoint is {last}, and it is untouched" if last else "There is no checkpoint yet"
+    again = "continue with --resume" if (run_dir / "config.yaml").exists() else "start the run again"
+    return f"{left}: make room or mend the folder's permissions, then {again}."
 
 
 def leave_report(guard: survive.Guard, box: Path | None) -> None:
@@ -137,6 +148,10 @@ class Parts:
     best: tuple[float, int] | None = None
     phase: int = 0
     idle_steps: int = 0  # in a row of which no update was made
+    proven: int = -1  # after so many steps the weights are known to be good: a finite gradient came from them
+    named: tuple[float, int] | None = None  # the best of which that is known; best.json's
+    waiting: int | None = None  # steps of the newest checkpoint of which it is not
+    owed: bool = False  # a checkpoint was due when no update could be made
     recent: crashbox.Recent | None = None
     sentinel: Batch | None = None
 
@@ -151,6 +166,7 @@ def train(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
         if row and accelerator.is_main_process:
             tell_scores(cfg, [{"step": 0} | row])
         if first_step and box is None:
+            settle(parts, cfg)  # a kill may have come between the last checkpoint and this
             make_up_evaluation(parts, cfg, first_step)
     except Unplayed as error:
         return stop(parts, cfg, first_step, *reason(parts, str(error)))
@@ -170,7 +186,7 @@ def train(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
         keep_for_later(parts, cfg, step, episodes)
         learned, update_rows, batch = learn(parts, cfg, step, episodes, clock)
         row |= learned | found
-        broken = not_finite(parts, row, cfg.optim.updates_per_rollout)
+        broken = not_finite(parts, cfg, row, batch)
         if broken:
             return give_up(parts, cfg, step, broken)
 
@@ -178,13 +194,14 @@ def train(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
         if cfg.eval.every and ((step + 1) % cfg.eval.every == 0 or last):
             try:
                 evaluated = evaluate(parts, cfg, step + 1)
-                row, parts.best = row | evaluated, checkpoint.better(parts.best, evaluated, step + 1)
+                parts.best, row = best_of(parts, cfg, row, evaluated), row | evaluated
             except Unplayed as error:  # to be made up; what the row has of the start's must not pass for it
                 failure, row = str(error), {name: value for name, value in row.items() if not name.startswith("eval/")}
         clock.lap("eval")
         guard.phase("logs")
         began = warn(parts, cfg, row)
         if accelerator.is_main_process:
+            guard.lock.check()
             timings = clock.row(parts.search.reset(), episodes, accelerator.num_processes, int(batch.lengths_B.sum()))
             metrics.append_rows(run_dir / "updates.jsonl", update_rows)
             metrics.append_rows(run_dir / "metrics.jsonl", [row])
@@ -202,7 +219,7 @@ def train(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
             return stop(parts, cfg, step + 1, *reason(parts, failure))
         if began and began >= cfg.monitor.stop_in_phase > 0:
             return stop(parts, cfg, step + 1, f"phase {began} ({phases.NAMES[began]}) has begun and monitor.stop_in_phase = {cfg.monitor.stop_in_phase}.", survive.PHASE)
-        if box is None and ((step + 1) % cfg.run.save_every == 0 or last or parts.best and parts.best[1] == step + 1):
+        if box is None and is_due(parts, cfg, step + 1):
             save(parts, cfg, step + 1)
     accelerator.end_training()
     guard.outcome = "done"
@@ -225,8 +242,6 @@ def learn(parts: Parts, cfg: config.Config, step: int, episodes: list[Episode], 
         scores.final_BT = score_batch(accelerator, parts.policy, batch, cfg)
     if parts.sentinel is None and cfg.monitor.sentinel_every:
         parts.sentinel = monitor.choose_sentinel(batch, scores.old_BT, episodes, cfg.monitor.sentinel_size)
-        if parts.sentinel is not None and accelerator.is_main_process:
-            monitor.save_sentinel(Path(cfg.run.dir) / "sentinel.pt", parts.sentinel, step)
     if parts.sentinel is not None and due(step, cfg.monitor.sentinel_every):
         row |= monitor.describe_sentinel(accelerator, parts.policy, parts.sentinel, cfg)
     clock.lap("rescore")
@@ -299,6 +314,8 @@ def build(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
     resumed = checkpoint.latest(run_dir if box is None else box) if resume or box else None
     if resumed is not None:
         checkpoint.check(resumed)
+        if resume:
+            checkpoint.check_logs(run_dir, int(resumed.name.removeprefix("step_")), cfg.optim.updates_per_rollout)
     tokenizer = load_tokenizer(cfg.model)
     questions, held_out, search = ([], {}, metrics.Timed(None)) if box else open_world(cfg, tokenizer)
 
@@ -319,7 +336,7 @@ def build(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
     reference = frozen(load_lm(cfg.model)) if cfg.loss.kl_weight > 0 else None
     anchor = frozen(load_lm(start)) if cfg.loss.lld_lag_steps else None
     bare = accelerator.unwrap_model(policy)
-    first_step, snapshots = 0, []
+    first_step, snapshots, state = 0, [], {}
     if resumed is not None:
         state = checkpoint.load_trainer_state(resumed, expected_shapes(cfg.model))
         sharding.load_optimizer(optimizer, [part["optimizer"] for part in state["parts"]])
@@ -334,6 +351,10 @@ def build(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
     if cfg.run.trackers:
         accelerator.init_trackers("lld", config={f"{s}.{k}": str(v) for s, options in config.to_dict(cfg).items() for k, v in options.items()}, init_kwargs={"wandb": {"name": run_dir.name, "dir": str(run_dir)}})
     parts = Parts(accelerator, tokenizer, questions, held_out, search, policy, bare, bare.lm, twin, reference, anchor, optimizer, snapshots, phases.Detector(cfg.optim.updates_per_rollout), guard)
+    parts.proven, parts.waiting = state.get("proven", first_step - 1), first_step if resume and state else None
+    parts.idle_steps = max(0, first_step - 1 - parts.proven)
+    if cfg.monitor.sentinel_every and state.get("sentinel") is not None:
+        parts.sentinel = Batch(**state["sentinel"])
     remember(parts, cfg, box or run_dir, first_step)
     return parts, first_step
 
@@ -379,9 +400,8 @@ def remember(parts: Parts, cfg: config.Config, folder: Path, first_step: int) ->
         if row["step"] < first_step:
             parts.phase = parts.detector.update(row)
             if row["step"] > 0 or cfg.eval.every == 1:  # the first row holds the evaluation at the start
-                parts.best = checkpoint.better(parts.best, row, row["step"] + 1)
-    if cfg.monitor.sentinel_every and first_step:
-        parts.sentinel = monitor.load_sentinel(folder / "sentinel.pt", first_step)
+                parts.best = best_of(parts, cfg, row, row)
+                parts.named = parts.best if parts.best and parts.best[1] <= parts.proven else parts.named
     parts.recent = crashbox.Recent(cfg.monitor.crash_box) if cfg.monitor.crash_box else None
 
 
@@ -473,7 +493,7 @@ def make_up_evaluation(parts: Parts, cfg: config.Config, num_steps: int) -> None
     if not cfg.eval.every or (num_steps % cfg.eval.every and num_steps != cfg.run.steps) or any(name.startswith("eval/") for name in row):
         return
     evaluated = evaluate(parts, cfg, num_steps)
-    parts.best = checkpoint.better(parts.best, evaluated, num_steps)
+    parts.best = best_of(parts, cfg, row, evaluated)
     if parts.accelerator.is_main_process:
         metrics.replace_last_row(log, {name: value for name, value in row.items() if name != "phase"} | evaluated | {"phase": row["phase"]})
         parts.accelerator.log(evaluated, step=num_steps - 1)
@@ -481,15 +501,36 @@ def make_up_evaluation(parts: Parts, cfg: config.Config, num_steps: int) -> None
     save(parts, cfg, num_steps)
 
 
+def best_of(parts: Parts, cfg: config.Config, row: dict, evaluated: dict) -> tuple[float, int] | None:
+    """The best evaluation so far, after that of the step of `row`; one without an update does not count: its weights are an earlier step's."""
+    return parts.best if row.get("skipped_updates") == cfg.optim.updates_per_rollout else checkpoint.better(parts.best, evaluated, row["step"] + 1)
+
+
+def is_due(parts: Parts, cfg: config.Config, num_steps: int) -> bool:
+    """Whether a checkpoint is to be saved now; where it would be but no update could be made, after the next that is."""
+    last = num_steps == cfg.run.steps
+    wanted = last or parts.owed or num_steps % cfg.run.save_every == 0 or parts.best is not None and parts.best[1] == num_steps
+    parts.owed = wanted and parts.idle_steps > 0 and not last
+    return wanted and not parts.owed
+
+
+def settle(parts: Parts, cfg: config.Config) -> None:
+    """What must wait until an update succeeded after a checkpoint: it may be called the best, and older ones may go."""
+    if parts.best and parts.best[1] <= parts.proven:
+        parts.named = parts.best
+    if parts.accelerator.is_main_process:
+        if parts.named:
+            checkpoint.write_best(cfg.run.dir, parts.named)
+        checkpoint.prune(cfg.run.dir, cfg.run.keep_checkpoints, parts.proven, [best[1] for best in (parts.best, parts.named) if best])
+
+
 def save(parts: Parts, cfg: config.Config, num_steps: int) -> Path:
     """The checkpoint after `num_steps` steps, unless it is there already; then older ones are pruned."""
     parts.guard.phase("checkpoint")
     folder = checkpoint.folder_of(cfg.run.dir, num_steps)
     write_checkpoint(parts, cfg, num_steps)
-    if parts.accelerator.is_main_process:
-        if parts.best:
-            checkpoint.write_best(cfg.run.dir, parts.best)
-        checkpoint.prune(cfg.run.dir, cfg.run.keep_checkpoints, parts.best[1] if parts.best else None)
+    parts.waiting = num_steps
+    settle(parts, cfg)
     parts.guard.phase(survive.WAITING)
     parts.accelerator.wait_for_everyone()
     return folder
@@ -513,7 +554,7 @@ def write_checkpoint(parts: Parts, cfg: config.Config, num_steps: int) -> Path |
 
 def shared_state(parts: Parts) -> dict:
     """What an exact restart needs besides weights and step, and every process knows."""
-    return {"rng": torch.get_rng_state(), "shapes": sharding.shapes(parts.bare)}
+    return {"rng": torch.get_rng_state(), "shapes": sharding.shapes(parts.bare), "proven": parts.proven, "sentinel": monitor.pack_sentinel(parts.sentinel)}
 
 
 def trainer_state(parts: Parts) -> dict:
@@ -539,21 +580,37 @@ def reason(parts: Parts, failure: str | None) -> tuple[str, int]:
     return f"{failure}\nNothing was trained on the failed search.", survive.RETRIEVER
 
 
-def not_finite(parts: Parts, row: dict, num_updates: int) -> str | None:
-    """What is wrong after an update: weights that are not finite on any process, or too many steps in a row of which no update was made."""
+def not_finite(parts: Parts, cfg: config.Config, row: dict, batch: Batch) -> str | None:
+    """What is wrong after a step's updates: weights that are not finite on any process, weights that compute no finite numbers
+    after the last step, or too many steps in a row of which no update was made. What waited for a sign that all is well, goes on."""
     broken = [name for name, weight in sharding.parameters(parts.bare).items() if not sharding.local(weight).isfinite().all()]
-    parts.idle_steps = parts.idle_steps + 1 if row["skipped_updates"] == num_updates else 0
     if survive.largest(parts.accelerator, len(broken)):
         return f"weights are not finite after the update ({', '.join(broken[:2]) or 'on another process'})"
-    return f"no update could be made in {parts.idle_steps} steps: every gradient was not finite" if parts.idle_steps == MAX_IDLE_STEPS else None
+    step, idle = row["step"], row["skipped_updates"] == cfg.optim.updates_per_rollout
+    parts.idle_steps, parts.proven = (parts.idle_steps + 1, parts.proven) if idle else (0, step)
+    if parts.idle_steps == MAX_IDLE_STEPS:
+        return f"no update could be made in {parts.idle_steps} steps: every gradient was not finite"
+    if step + 1 == cfg.run.steps:  # no later update will tell
+        few = monitor.take(batch, list(range(min(len(batch.names), parts.accelerator.num_processes))))
+        if not score_batch(parts.accelerator, parts.policy, few, cfg).isfinite().all():
+            return "log-probabilities are not finite after the last update"
+        parts.proven = cfg.run.steps
+    if parts.waiting is not None and parts.waiting <= step and parts.waiting <= parts.proven:
+        parts.waiting = None
+        settle(parts, cfg)
+    return None
 
 
 def give_up(parts: Parts, cfg: config.Config, step: int, why: str) -> int:
     """Ends a run that has nothing worth saving; the last good checkpoint stays."""
+    good, newest = checkpoint.latest(cfg.run.dir, parts.proven), checkpoint.latest(cfg.run.dir)
+    told = f"The last good checkpoint is {good}" if good else "There is no good checkpoint"
+    told += f" ({newest} is newer, but no update could be made from it: do not use it)" if newest != good else ""
     parts.accelerator.print(
-        f"train.py: step {step}: {why}. No checkpoint was written. {checkpoint.last_good(cfg.run.dir)}. --resume would repeat the same steps: start a new run with "
-        "model.path set to it and a smaller optim.lr or optim.max_grad_norm, or mend what the message of the skipped update names.", file=sys.stderr
+        f"train.py: step {step}: {why}. No checkpoint was written. {told}. --resume would repeat the same steps: start a new run with "
+        f"model.path {'set to it' if good else 'as it was'} and a smaller optim.lr or optim.max_grad_norm, or mend what the message of the skipped update names.", file=sys.stderr
     )  # fmt: skip
+    parts.guard.outcome = "given up"
     return survive.NOT_FINITE
 
 

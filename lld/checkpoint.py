@@ -15,7 +15,7 @@ import pickle
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -24,9 +24,10 @@ import yaml
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
 
-from lld import config, metrics
+from lld import config, metrics, runs
 
 DISK_ERRORS = tuple(getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "EIO", "ENOTDIR", "ESTALE"))
+READ = (".safetensors", ".bin", ".pt", ".json", ".jinja", ".txt", ".model")  # suffixes of what a loader may open
 
 
 class WriteError(RuntimeError):
@@ -78,8 +79,16 @@ def save(run_dir: str | Path, num_steps: int, lm, tokenizer, trainer_state: dict
 
 
 def _begin(aside: Path) -> None:
-    shutil.rmtree(aside, ignore_errors=True)
+    _discard(aside)
     aside.mkdir(parents=True)
+
+
+def _discard(path: Path) -> None:
+    """Removes a folder, or whatever else has its name."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _write_shard(path: Path, shard: dict) -> dict:
@@ -99,27 +108,47 @@ def _write(folder: Path, aside: Path, num_steps: int, lm, weights: dict | None, 
     (aside / "manifest.json").write_text(json.dumps({"num_steps": num_steps, "files": files}, indent=1))
     for path in [*own, aside / "manifest.json"]:
         _flush(path)
-    shutil.rmtree(folder, ignore_errors=True)
+    _discard(folder)
     os.replace(aside, folder)
     _flush(folder.parent)
 
 
-def prune(run_dir: str | Path, keep: int, best: int | None) -> None:
-    """Removes all checkpoints but the `keep` newest (0: none) and the one after `best` steps; half-written ones always.
+def found(run_dir: str | Path) -> list[tuple[int, Path]]:
+    """(steps, folder) of what is named as `folder_of` names it, oldest first; copies under other names, links and files are not ours."""
+    paths = [path for path in (Path(run_dir) / "checkpoints").glob("step_*") if path.is_dir() and not path.is_symlink()]
+    steps = [(int(path.name[5:]), path) for path in paths if path.name[5:].isdecimal()]
+    return sorted(pair for pair in steps if pair[1] == folder_of(run_dir, pair[0]))
 
-    What eval.py wrote into one stays.
+
+def prune(run_dir: str | Path, keep: int, proven: int, best: Sequence[int] = ()) -> None:
+    """Removes checkpoints but the `keep` newest (0: none is removed) and those after `best` steps; half-written ones always.
+
+    Those after more than `proven` steps are not known to be good yet: they stay, and the newest good one besides them.
+    What eval.py wrote into a checkpoint stays.
     """
-    folder = Path(run_dir) / "checkpoints"
-    for partial in folder.glob("step_??????.partial"):
-        shutil.rmtree(partial)
-    whole = [path for path in sorted(folder.glob("step_??????")) if best is None or path != folder_of(run_dir, best)]
-    for old in whole[:-keep] if keep else []:
-        (old / "manifest.json").unlink(missing_ok=True)  # first, so that a kill leaves nothing that could be taken for whole
-        for path in old.iterdir() if (old / "eval").is_dir() else ():
-            if path.name != "eval":
-                path.unlink() if path.is_file() else shutil.rmtree(path)
-        if not (old / "eval").is_dir():
-            shutil.rmtree(old)
+    for partial in (Path(run_dir) / "checkpoints").glob("step_*.partial"):
+        _discard(partial)
+    folders = found(run_dir)
+    for _, path in folders:
+        if not (path / "manifest.json").exists() and (path / "eval").is_dir():
+            _keep_eval(path)  # a kill came between
+    whole = [(steps, path) for steps, path in folders if (path / "manifest.json").exists()]
+    good = [(steps, path) for steps, path in whole if steps <= proven]
+    for steps, old in good[: -max(1, keep - (len(whole) - len(good)))] if keep else []:
+        if steps in best:
+            continue
+        if (old / "eval").is_dir():
+            _keep_eval(old)
+        else:  # renamed first, so that a kill leaves nothing that could be taken for whole
+            os.replace(old, old.with_name(old.name + ".partial"))
+            _discard(old.with_name(old.name + ".partial"))
+
+
+def _keep_eval(folder: Path) -> None:
+    (folder / "manifest.json").unlink(missing_ok=True)  # first, likewise
+    for path in folder.iterdir():
+        if path.name != "eval":
+            _discard(path)
 
 
 def better(best: tuple[float, int] | None, row: dict, num_steps: int) -> tuple[float, int] | None:
@@ -136,27 +165,36 @@ def write_best(run_dir: str | Path, best: tuple[float, int]) -> None:
     """checkpoints/best.json names the best checkpoint, for whoever evaluates it."""
     em, num_steps = best
     told = {"checkpoint": folder_of(run_dir, num_steps).name, "em": em, "rule": "highest mean of eval/*/em over eval.during_training, the earlier at a tie"}
-    metrics.replace_file(Path(run_dir) / "checkpoints" / "best.json", json.dumps(told, indent=1) + "\n")
+    metrics.replace_file(Path(run_dir) / "checkpoints" / "best.json", json.dumps(told, indent=1) + "\n", durable=True)
 
 
-def last_good(run_dir: str | Path) -> str:
-    """What a run that ended badly says of its checkpoints."""
-    folder = latest(run_dir)
-    return f"The last good checkpoint is {folder}" if folder else "There is no checkpoint yet"
+def latest(run_dir: str | Path, proven: int | None = None) -> Path | None:
+    """The newest whole checkpoint of a run (after at most `proven` steps), or None; folders without a manifest were never finished."""
+    whole = [path for steps, path in found(run_dir) if (path / "manifest.json").exists() and (proven is None or steps <= proven)]
+    return whole[-1] if whole else None
 
 
-def latest(run_dir: str | Path) -> Path | None:
-    """The newest whole checkpoint of a run, or None; folders without a manifest were never finished."""
-    folders = [path for path in (Path(run_dir) / "checkpoints").glob("step_??????") if (path / "manifest.json").exists()]
-    return max(folders, default=None)
+def read_manifest(folder: Path) -> dict:
+    """{"num_steps", "files": {name: fingerprint}} of a checkpoint; ValueError where it is missing, damaged or another checkpoint's."""
+    path, remedy = folder / "manifest.json", "delete the folder to resume from the checkpoint before"
+    if not path.is_file():
+        raise ValueError(f"{folder} is no checkpoint of a run: it has no manifest.json")
+    manifest = runs.parse_json(path.read_bytes(), str(path), remedy)
+    files = manifest.get("files")
+    if not isinstance(files, dict):
+        raise ValueError(f"{path} is damaged (it lists no files): {remedy}")
+    present = {item.name for item in folder.iterdir() if item.suffix in READ and item.name != "manifest.json"}
+    missing = sorted((present | {"config.json", "trainer_state.pt"}) - files.keys())
+    if missing or not any(name.endswith(".safetensors") for name in files):
+        raise ValueError(f"{path} does not list {missing[0] if missing else 'any weights'}: the list or the folder was changed; {remedy}")
+    if folder.name != folder_of(".", manifest.get("num_steps", -1)).name:
+        raise ValueError(f"{path} is that of a checkpoint after {manifest.get('num_steps')} steps: {folder.name} is a copy under another name; delete or rename it")
+    return manifest
 
 
 def check(folder: Path) -> None:
     """Raises ValueError where a file of the checkpoint is missing, cut short or changed."""
-    manifest = folder / "manifest.json"
-    if not manifest.is_file():
-        raise ValueError(f"{folder} is no checkpoint of a run: it has no manifest.json")
-    for name, expected in json.loads(manifest.read_text())["files"].items():
+    for name, expected in read_manifest(folder)["files"].items():
         path = folder / name
         if not path.is_file():
             raise ValueError(f"checkpoint {folder} lacks {name}; delete the folder to resume from the one before")
@@ -243,4 +281,28 @@ def begin_run(run_dir: Path, cfg: config.Config, first_step: int) -> None:
     about = {"commit": commit, "torch": torch.__version__, "transformers": transformers.__version__, "python": sys.version.split()[0]}
     (run_dir / "run.json").write_text(json.dumps(about, indent=1))
     for name in ("metrics.jsonl", "updates.jsonl", "timings.jsonl"):
-        metrics.truncate_rows(run_dir / name, first_step)
+        metrics.truncate_rows(run_dir / name, lambda line: json.loads(line)["step"], first_step)
+    metrics.truncate_rows(run_dir / "warnings.log", lambda line: int(line.split()[1].rstrip(":")) if line.startswith("step ") else -1, first_step)
+
+
+def check_logs(run_dir: Path, num_steps: int, num_updates: int) -> None:
+    """Raises ValueError where a log has not each of the first `num_steps` steps once, in order: a resumed run would go on from a log with holes."""
+    for name, updates in (("metrics.jsonl", (None,)), ("updates.jsonl", range(num_updates))):
+        path, rows, damaged = run_dir / name, [], []
+        for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else (), start=1):
+            try:
+                row = runs.parse_json(line, "", "")
+                rows.append((row["step"], row.get("update") if name == "updates.jsonl" else None))
+            except (ValueError, KeyError):
+                damaged.append(number)
+        expected = [(step, update) for step in range(num_steps) for update in updates]
+        rows = [row for row in rows if not isinstance(row[0], int) or row[0] < num_steps]
+        if rows == expected:
+            continue
+        place = next((i for i, (row, wanted) in enumerate(zip(rows, expected)) if row != wanted), min(len(rows), len(expected)))
+        step = expected[min(place, len(expected) - 1)][0]
+        lines = f", and line {damaged[0]} cannot be read" if damaged else ""
+        raise ValueError(
+            f"{path} does not hold steps 0 to {num_steps - 1} once each: it goes wrong at step {step}{lines}. It was cut or changed after it was written: restore it, "
+            f"or delete the checkpoints after more than {step} steps ({folder_of(run_dir, step + 1)} and later ones), so that --resume makes those steps again"
+        )

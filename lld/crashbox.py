@@ -56,9 +56,8 @@ class Recent:
         for number, episodes in self.episodes.items():
             (aside / "episodes" / f"step_{number:06d}.jsonl").write_text("".join(trajectories.to_json(episode) + "\n" for episode in episodes))
         config.save(cfg, aside / "config.yaml")
-        for name in ("metrics.jsonl", "sentinel.pt"):
-            if (run_dir / name).exists():
-                shutil.copy(run_dir / name, aside / name)
+        if (run_dir / "metrics.jsonl").exists():
+            shutil.copy(run_dir / "metrics.jsonl", aside / "metrics.jsonl")
         for old in sorted(folder.parent.glob("step_??????"))[1:]:
             shutil.rmtree(old)
         shutil.rmtree(folder, ignore_errors=True)  # a resumed run may come by the same step again

@@ -6,6 +6,7 @@ refuses locks (Lustre without `-o flock`) or keeps them to the machine (NFS with
 a second run, the first with a warning. This module is imported before torch: it needs the standard library alone.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -19,6 +20,10 @@ from typing import IO
 LAUNCHERS = {"accelerate", "torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"}
 
 
+class Gone(OSError):
+    """The run's folder is not there any more."""
+
+
 @dataclass
 class Lock:
     """Held until `release` or the end of the process; `made` are the folders made for it, deepest first."""
@@ -29,7 +34,7 @@ class Lock:
 
     def release(self) -> None:
         """Gives the lock up; of a run that never began nothing is left."""
-        if self.file is not None and self.made and os.listdir(self.run_dir) == [".lock"]:
+        if self.file is not None and self.made and self.holds() and os.listdir(self.run_dir) == [".lock"]:
             (self.run_dir / ".lock").unlink()
             for folder in self.made:
                 try:
@@ -39,6 +44,16 @@ class Lock:
         if self.file is not None:
             self.file.close()
             self.file = None
+
+    def holds(self) -> bool:
+        """Whether the file that is locked is still the one in the folder."""
+        path = self.run_dir / ".lock"
+        return path.exists() and os.path.samestat(os.stat(path), os.fstat(self.file.fileno()))
+
+    def check(self) -> None:
+        """Gone where the folder was removed, whatever has come into its place."""
+        if self.file is not None and not self.holds():
+            raise Gone(errno.ENOENT, "removed while the run wrote into it", str(self.run_dir))
 
 
 def take(run_dir: Path, rank: int = 0) -> Lock:
@@ -54,7 +69,7 @@ def take(run_dir: Path, rank: int = 0) -> Lock:
                 run_dir.mkdir(parents=True, exist_ok=True)
             lock.file = open(path, "a+")
             fcntl.flock(lock.file, (fcntl.LOCK_SH if rank else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-            if os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(lock.file.fileno())):
+            if lock.holds():
                 break
             lock.file.close()  # whoever held it has just removed the file
         except BlockingIOError:

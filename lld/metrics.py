@@ -8,6 +8,8 @@ import fnmatch
 import json
 import os
 import time
+from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -155,36 +157,60 @@ def describe_episodes(episodes: list[Episode], rewards_PG: torch.Tensor) -> dict
 
 
 def append_rows(path: Path, rows: list[dict]) -> None:
-    """Appends JSON lines and makes sure they are on the disk; every name must be in the glossary."""
+    """Appends JSON lines and makes sure they are on the disk; every name must be in the glossary. An OSError names the file."""
     unknown = [name for row in rows for name in row if not described(name)]
     assert not unknown, f"not in metrics.GLOSSARY: {unknown}"
-    with open(path, "a") as file:
+    with naming(path), open(path, "a") as file:
         file.write("".join(json.dumps(row) + "\n" for row in rows))
         file.flush()
         os.fsync(file.fileno())
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Writes a file aside and renames it: whoever reads it, also after a kill, finds the old text or the new, whole."""
+@contextmanager
+def naming(path: Path):
+    """A write that fails, as on a full disk, does not say to which file: now it does."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def replace_file(path: Path, text: str, durable: bool = False) -> None:
+    """Writes a file aside and renames it: whoever reads it, also after a kill, finds the old text or the new, whole; where
+    `durable` also after a power cut, for a few ms."""
     aside = path.with_suffix(".partial")
     aside.unlink(missing_ok=True)  # it may be a link to elsewhere
-    aside.write_text(text)
+    with naming(aside), open(aside, "w") as file:
+        file.write(text)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
     os.replace(aside, path)
+    if durable:
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
 
 
 def replace_last_row(path: Path, row: dict) -> None:
     """Puts `row` in the place of the log's last one."""
     lines = path.read_text().split("\n")[:-1]
-    replace_file(path, "".join(line + "\n" for line in [*lines[:-1], json.dumps(row)]))
+    replace_file(path, "".join(line + "\n" for line in [*lines[:-1], json.dumps(row)]), durable=True)
 
 
-def truncate_rows(path: Path, num_steps: int) -> None:
-    """Drops rows of steps that a resumed run is about to repeat, and a last line cut short by a kill."""
+def truncate_rows(path: Path, step_of: Callable[[str], int], num_steps: int) -> None:
+    """Drops lines of steps that a resumed run is about to repeat, those that have no step (`step_of` raises), and a last one cut short by a kill."""
     if not path.exists():
         return
-    lines = path.read_text().split("\n")
-    kept = [line for line in lines[:-1] if json.loads(line)["step"] < num_steps]
-    replace_file(path, "".join(line + "\n" for line in kept))
+    kept = []
+    for line in path.read_text(errors="replace").split("\n")[:-1]:
+        try:
+            kept += [line] if step_of(line) < num_steps else []
+        except (ValueError, KeyError, TypeError, AttributeError):
+            pass
+    replace_file(path, "".join(line + "\n" for line in kept), durable=True)
 
 
 class Timed:

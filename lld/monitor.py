@@ -6,7 +6,6 @@ Def. 4.1: negative where a token became less likely.
 """
 
 import dataclasses
-import os
 from pathlib import Path
 
 import torch
@@ -171,7 +170,11 @@ def choose_sentinel(batch: Batch, old_BT: torch.Tensor, episodes: list[Episode],
     rows = [row for row, episode in enumerate(episodes) if is_right(episode) and old_BT[row].isfinite().all()][:size]
     if not rows:
         return None
-    batch = dataclasses.replace(batch, sampled_logprobs_BT=old_BT)
+    return take(dataclasses.replace(batch, sampled_logprobs_BT=old_BT), rows)
+
+
+def take(batch: Batch, rows: list[int]) -> Batch:
+    """Some rows of a batch as one of their own."""
     return Batch(*(tuple(batch.names[row] for row in rows) if name == "names" else getattr(batch, name)[rows] for name in BATCH_FIELDS))
 
 
@@ -182,17 +185,9 @@ def describe_sentinel(accelerator, policy, sentinel: Batch, cfg) -> dict[str, fl
     return {"sentinel/likelihood": float(now_N.mean()), "sentinel/displacement": float((now_N - sentinel.sampled_logprobs_BT[written_BT]).mean())}
 
 
-def save_sentinel(path: Path, sentinel: Batch, step: int) -> None:
-    """Writes the sentinel chosen at `step`, aside first."""
-    aside = path.with_suffix(".partial")
-    torch.save({name: getattr(sentinel, name) for name in BATCH_FIELDS} | {"step": step}, aside)
-    os.replace(aside, path)
-
-
-def load_sentinel(path: Path, first_step: int) -> Batch | None:
-    """The sentinel chosen before `first_step`; one chosen later belongs to steps that a resumed run is about to repeat."""
-    saved = torch.load(path, weights_only=True) if path.exists() else {"step": first_step}
-    return Batch(**saved) if saved.pop("step", -1) < first_step else None
+def pack_sentinel(sentinel: Batch | None) -> dict | None:
+    """The sentinel as a checkpoint holds it: tensors and strings."""
+    return None if sentinel is None else {name: getattr(sentinel, name) for name in BATCH_FIELDS}
 
 
 def describe(batch: Batch, scores: Scores, episodes: list[Episode], cfg) -> dict[str, float]:

@@ -13,7 +13,7 @@ from conftest import ROOT, make_lm, make_tokenizer
 from gradients import OPTIONS, make_episodes
 
 from lld import config, metrics, monitor, phases, trajectories
-from lld.episode import ANSWER, SEARCH, THINK, collate
+from lld.episode import ANSWER, SEARCH, THINK, Batch, collate
 from lld.update import Scores
 
 ADVANTAGES_PG = torch.tensor([[1.0, -0.5, -0.5], [0.0, 0.0, 0.0], [1.1, 0.1, -1.2], [-1.0, 0.5, 0.5]])
@@ -200,9 +200,8 @@ def test_the_sentinel_is_scored_under_the_policy_of_the_moment(tmp_path, recorde
     sentinel = monitor.choose_sentinel(batch, old_BT, episodes, 2)
     right = [row for row, episode in enumerate(episodes) if episode.answer == "a"][:2]
     assert sentinel.names == tuple(batch.names[row] for row in right)
-    monitor.save_sentinel(tmp_path / "sentinel.pt", sentinel, 4)
-    again = monitor.load_sentinel(tmp_path / "sentinel.pt", 5)
-    assert monitor.load_sentinel(tmp_path / "sentinel.pt", 4) is None  # a run resumed from step 4 is about to choose it
+    torch.save(monitor.pack_sentinel(sentinel), tmp_path / "state.pt")
+    again = Batch(**torch.load(tmp_path / "state.pt", weights_only=True))
     policy = Policy(make_lm(tokenizer, scale=1.0).eval())
     found = monitor.describe_sentinel(Accelerator(cpu=True), policy, again, config.from_dict(OPTIONS))
     sums = []

@@ -335,7 +335,7 @@ def test_a_disk_that_is_full_while_the_log_is_written_ends_the_run(folder, undis
     with monkeypatch.context() as patch:
         on_visit(patch, "learn", 4, fill)
         message = refused(capsys, config, code=7)
-    assert "No space left on device" in message and "step_000002, and it is untouched" in message
+    assert f"No space left on device: '{log}'" in message and "step_000002, and it is untouched" in message
     log.unlink()
     log.with_suffix(".kept").rename(log)
     assert train.main(["--config", str(config), "--resume"]) == 0 and same(folder / "full_log", undisturbed)
@@ -360,6 +360,20 @@ def test_a_folder_that_cannot_be_written_is_named(folder, capsys, monkeypatch):
         on_visit(patch, "learn", 3, lambda: patch.setattr(builtins, "open", read_only))
         message = refused(capsys, small(folder, "c"), code=7)
     assert "Read-only file system" in message and "step_000002, and it is untouched" in message
+
+
+def test_without_a_checkpoint_none_is_called_untouched_and_the_advice_can_be_followed(tmp_path):
+    assert train.after_disk(tmp_path, False) == "There is no checkpoint yet: make room or mend the folder's permissions, then start the run again."
+    (tmp_path / "config.yaml").write_text("")
+    assert "then continue with --resume" in train.after_disk(tmp_path, False)
+
+
+def test_a_run_whose_folder_is_removed_ends_in_one_line(folder, capsys, monkeypatch):
+    config = small(folder, "removed", eval={"every": 0})
+    with monkeypatch.context() as patch:
+        on_visit(patch, "learn", 2, lambda: shutil.rmtree(folder / "removed"))
+        message = refused(capsys, config, code=7)
+    assert f"{folder / 'removed'} is gone, and all that was in it" in message and "Traceback" not in message
 
 
 def test_a_gradient_that_is_not_finite_skips_its_update_and_the_run_goes_on(folder, capsys, monkeypatch):
@@ -388,8 +402,8 @@ def test_a_run_whose_every_gradient_is_not_finite_ends_before_it_wastes_days(fol
         forward = train.Policy.forward
         monkeypatch.setattr(train.Policy, "forward", lambda *args: tuple(values_BT * nan for values_BT in forward(*args)))
     message = refused(capsys, small(folder, f"hopeless_{what}", eval={"every": 0}), code=6)
-    assert "step 2: no update could be made in 3 steps: every gradient was not finite" in message and "step_000002" in message
-    assert checkpoint.latest(folder / f"hopeless_{what}") == checkpoint.folder_of(folder / f"hopeless_{what}", 2)
+    assert "step 2: no update could be made in 3 steps: every gradient was not finite" in message and "There is no good checkpoint" in message
+    assert checkpoint.latest(folder / f"hopeless_{what}") is None  # none is saved while no update can be made
 
 
 def test_weights_that_are_not_finite_are_never_saved(folder, capsys, monkeypatch):
@@ -442,6 +456,162 @@ def test_a_retriever_that_goes_slows_or_lies_ends_the_run_with_a_checkpoint(fold
     assert reason in message and "Nothing was trained on the failed search. Saved" in message
     logged = len(rows(folder / name)) if (folder / name / "metrics.jsonl").exists() else 0
     assert checkpoint.latest(folder / name) == checkpoint.folder_of(folder / name, logged)
+
+
+def blow_up(patch, step: int) -> None:
+    """The update of `step` leaves weights that are finite and useless."""
+    learned = train.learn
+
+    def learn(parts, cfg, now, *args):
+        row = learned(parts, cfg, now, *args)
+        for weight in parts.lm.parameters() if now == step else ():
+            weight.data.mul_(1e12)
+        return row
+
+    patch.setattr(train, "learn", learn)
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_weights_that_are_finite_but_broken_push_out_no_good_checkpoint(folder, capsys, monkeypatch, keep):
+    """They are told by the gradients of later steps: until then a checkpoint is neither the last good one nor the best, and none is saved."""
+    blow_up(monkeypatch, 2)
+    name = f"blown_up_{keep}"
+    message = refused(capsys, small(folder, name, run={"steps": 9, "save_every": 1, "keep_checkpoints": keep}, eval={"every": 0}), code=6)
+    good = checkpoint.folder_of(folder / name, 2)
+    assert f"step 5: no update could be made in 3 steps" in message and f"The last good checkpoint is {good} (" in message and "step_000003 is newer, but no update could be made from it" in message
+    checkpoint.check(good)
+    assert sorted(path.name for path in good.parent.iterdir()) == [f"step_{number:06d}" for number in ((2, 3) if keep == 1 else (1, 2, 3))]
+
+
+def test_weights_broken_by_the_last_update_are_not_saved(folder, capsys, monkeypatch):
+    blow_up(monkeypatch, STEPS - 1)
+    message = refused(capsys, small(folder, "blown_last", eval={"every": 0}), code=6)
+    assert "step 3: log-probabilities are not finite after the last update. No checkpoint was written." in message
+    assert checkpoint.latest(folder / "blown_last") == checkpoint.folder_of(folder / "blown_last", 2)
+
+
+def without_gradient(patch, steps: set[int]) -> None:
+    """Every update of these steps has a loss that is not finite."""
+    original, learned, now = train.update_policy.__globals__["loss_of"], train.learn, []
+    patch.setattr(train, "learn", lambda parts, cfg, step, *args: (now.append(step), learned(parts, cfg, step, *args))[1])
+    patch.setitem(train.update_policy.__globals__, "loss_of", lambda *args, **kwargs: (original(*args, **kwargs)[0] * (float("nan") if now[-1] in steps else 1.0), original(*args, **kwargs)[1]))
+
+
+def test_a_checkpoint_due_when_no_update_could_be_made_waits_for_one_that_is(folder, capsys, monkeypatch):
+    without_gradient(monkeypatch, {1})
+    monkeypatch.setattr(train, "evaluate", lambda parts, cfg, num_steps: {"eval/tiny/em": {2: 0.9, 4: 0.5}.get(num_steps, 0.0)})
+    assert train.main(["--config", str(small(folder, "owed"))]) == 0
+    assert sorted(path.name for path in (folder / "owed" / "checkpoints").iterdir()) == ["best.json", "step_000003", "step_000004"]
+    assert json.loads((folder / "owed" / "checkpoints" / "best.json").read_text())["checkpoint"] == "step_000004"  # step_000002's weights would be step_000001's
+
+
+def test_a_resumed_run_goes_on_counting_steps_without_an_update(folder, capsys, monkeypatch):
+    """A signal after the first of three saves what there is, and not as good."""
+    without_gradient(monkeypatch, {1, 2, 3})
+    config = small(folder, "counting", run={"steps": 9, "save_every": 1}, eval={"every": 0})
+    with monkeypatch.context() as patch:
+        on_visit(patch, "warn", 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert "step_000002; continue" in refused(capsys, config, code=5)
+    message = refused(capsys, config, "--resume", code=6)
+    assert "step 3: no update could be made in 3 steps" in message
+    assert "There is no good checkpoint (" in message  # no update was made from step_000001's weights either
+    assert checkpoint.latest(folder / "counting") == checkpoint.folder_of(folder / "counting", 2)
+
+
+def test_what_a_kill_left_undone_after_the_last_checkpoint_is_done_on_resuming(folder, undisturbed, monkeypatch):
+    """best.json and the pruning of older checkpoints."""
+    monkeypatch.setattr(train, "evaluate", lambda parts, cfg, num_steps: {"eval/tiny/em": {2: 0.2, 4: 0.5}.get(num_steps, 0.0)})
+    path = small(folder, "undone", run={"keep_checkpoints": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_best", lambda *_: os._exit(9) if checkpoint.latest(folder / "undone").name == "step_000004" else None)
+        child = os.fork()
+        if not child:
+            os._exit(train.main(["--config", str(path)]))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    folders = folder / "undone" / "checkpoints"
+    assert sorted(p.name for p in folders.iterdir()) == ["step_000002", "step_000004"]
+    assert train.main(["--config", str(path), "--resume"]) == 0
+    assert sorted(p.name for p in folders.iterdir()) == ["best.json", "step_000004"]
+    assert json.loads((folders / "best.json").read_text())["checkpoint"] == "step_000004"
+
+
+def test_a_log_with_holes_is_refused_by_name(folder, undisturbed, capsys):
+    config, copy = small(folder, "holes", run={"steps": STEPS + 1}), folder / "holes"
+    damages = {
+        "cut": lambda lines: lines[:2], "a line lost": lambda lines: lines[:1] + lines[2:], "twice": lambda lines: lines[:2] + lines[1:],
+        "emptied": lambda lines: [], "not JSON": lambda lines: lines[:2] + ["{\x00"] + lines[3:], "no object": lambda lines: lines[:1] + ["[]"] + lines[2:],
+    }  # fmt: skip
+    for name in ("metrics.jsonl", "updates.jsonl"):
+        for what, damage in damages.items():
+            shutil.rmtree(copy, ignore_errors=True)
+            shutil.copytree(undisturbed, copy)
+            lines = (copy / name).read_text().split("\n")[:-1]
+            (copy / name).write_text("".join(line + "\n" for line in damage(lines)))
+            before = (copy / name).read_bytes()
+            with pytest.raises(ValueError, match=rf"{name} does not hold steps 0 to 3 once each: it goes wrong at step [0-3].*restore it, or delete the checkpoints after more than"):
+                checkpoint.check_logs(copy, STEPS, 2)
+            assert (copy / name).read_bytes() == before, what
+    assert "it goes wrong at step" in refused(capsys, config, "--resume")
+    shutil.rmtree(copy)
+    shutil.copytree(undisturbed, copy)
+    (copy / "timings.jsonl").write_text("\n\x00\n{}\n[]\n" + (copy / "timings.jsonl").read_text())  # a clock's log stops nobody
+    (copy / "metrics.jsonl").open("a").write('{"step": 4, "rew')
+    (copy / "warnings.log").write_text("step 2: kept\nstep 4: repeated\n")
+    assert train.main(["--config", str(config), "--resume"]) == 0
+    assert [row["step"] for row in rows(copy)] == list(range(STEPS + 1)) and len((copy / "timings.jsonl").read_text().splitlines()) == STEPS + 1
+    assert "repeated" not in (copy / "warnings.log").read_text() and "step 2: kept" in (copy / "warnings.log").read_text()
+
+
+def test_the_sentinel_is_in_the_checkpoint(folder, capsys, monkeypatch):
+    """Resumed, a run goes on with it; it needs no file of its own that could be lost."""
+    monkeypatch.setattr(train.monitor, "is_right", lambda episode: True)
+    for name in ("sentinel", "sentinel_cut"):
+        config = small(folder, name, monitor={"sentinel_every": 1, "sentinel_size": 3}, eval={"every": 0})
+        with monkeypatch.context() as patch:
+            if name == "sentinel_cut":
+                on_visit(patch, "play", 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+            train.main(["--config", str(config)])
+    assert train.main(["--config", str(config), "--resume"]) == 0
+    assert same(folder / "sentinel_cut", folder / "sentinel") and all("sentinel/displacement" in row for row in rows(folder / "sentinel"))
+    assert not (folder / "sentinel" / "sentinel.pt").exists()
+
+
+def test_only_what_train_py_named_is_taken_for_a_checkpoint(undisturbed, tmp_path):
+    """A copy, a file, a link and an empty folder are neither the newest nor counted as kept, and stay; a run may have a million steps."""
+    folders = tmp_path / "checkpoints"
+    shutil.copytree(undisturbed / "checkpoints", folders)
+    shutil.copytree(folders / "step_000002", folders / "step_backup")
+    (folders / "step_000009").write_text("")
+    (folders / "step_000008").mkdir()
+    (folders / "step_000001").symlink_to(undisturbed / "checkpoints" / "step_000002")
+    (folders / "step_000006.partial").write_text("")
+    assert checkpoint.latest(tmp_path).name == "step_000004"
+    checkpoint.prune(tmp_path, 2, 4)
+    assert sorted(path.name for path in folders.iterdir() if path.name != "best.json") == ["step_000001", "step_000002", "step_000004", "step_000008", "step_000009", "step_backup"]
+    checkpoint.prune(tmp_path, 1, 4)
+    assert not (folders / "step_000002").exists() and (undisturbed / "checkpoints" / "step_000002" / "manifest.json").exists()
+    shutil.copytree(folders / "step_000004", folders / "step_1000000")
+    assert checkpoint.latest(tmp_path).name == "step_1000000"
+    with pytest.raises(ValueError, match="is that of a checkpoint after 4 steps: step_1000000 is a copy"):
+        checkpoint.check(folders / "step_1000000")
+
+
+def test_a_file_in_a_checkpoints_way_does_not_stop_it(tmp_path, lm, tokenizer):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step_000003.partial").write_text("")
+    checkpoint.check(checkpoint.save(tmp_path, 3, lm, tokenizer, {}))
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda text: "", "manifest.json is damaged"), (lambda text: text[:40], "manifest.json is damaged"), (lambda text: "[]", "list in place of an object"), (lambda text: "{}", "lists no files"),
+    (lambda text: '{"num_steps": 4, "files": {}}', "does not list"), (lambda text: text.replace('"model.safetensors"', '"model.safetensors.old"'), "does not list model.safetensors"),
+])  # fmt: skip
+def test_a_damaged_manifest_is_named(undisturbed, tmp_path, change, message):
+    shutil.copytree(undisturbed / "checkpoints" / "step_000004", tmp_path / "step_000004")
+    path = tmp_path / "step_000004" / "manifest.json"
+    path.write_text(change(path.read_text()))
+    with pytest.raises(ValueError, match=message):
+        checkpoint.check(path.parent)
 
 
 class Bomb:
