@@ -72,7 +72,9 @@ def test_the_defaults_are_the_papers():
     assert (loss.lld_weight, loss.lld_gate, loss.kl_weight, loss.clip_low, loss.clip_high, loss.lld_normalizer) == (0.2, "action", 0.001, 0.2, 0.2, "preserved")
     assert config.load(str(ROOT / "configs" / "7b-instruct.yaml")).loss.lld_weight == 0.3
     first = config.load(str(ROOT / "configs" / "3b-instruct-v1.yaml")).loss
-    assert (first.lld_gate, first.lld_weight, first.lld_answer_weight) == ("response", 0.1, 0.0)
+    assert (first.lld_gate, first.lld_weight, first.lld_answer_weight) == ("response", 0.1, 1.0)  # beta 1: the first script masks no answers
+    official = config.load(str(ROOT / "configs" / "3b-instruct-code.yaml"))
+    assert (official.loss.aggregation, official.loss.lld_normalizer, official.loss.entropy_weight, official.rollout.top_p) == ("token_mean", "all", 0.001, 0.95)
 
 
 @pytest.mark.parametrize(
