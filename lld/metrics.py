@@ -60,7 +60,7 @@ GLOSSARY = {
     "gate/*/penalty": "mean LLDS term per such token under this gate, before lambda",
     "nll/searches*": "mean negative log-likelihood per token of responses with that many searches, before the update (Fig. 6)",
     "wrong/first_action": "mean log-likelihood per token of the first action of wrong episodes (Fig. 5)",
-    "wrong/second_action": "the same of their second action, which has read the passages",
+    "wrong/second_action": "the same of the second action of those that began with a search: it has read the passages",
     "wrong/observation_match": "share, among wrong episodes that began with a search and whose question also has a right one, of those whose first search found the passages of a right one (Fig. 5)",
     "sentinel/likelihood": "mean log-likelihood per token of the first correct episodes of the run, re-scored",
     "sentinel/displacement": "its change since they were sampled; a fall is forgetting or displacement that stayed",

@@ -122,8 +122,8 @@ def sampler_gap(batch: Batch, scores: Scores) -> dict[str, float]:
 def episode_likelihoods(batch: Batch, old_BT: torch.Tensor, episodes: list[Episode]) -> dict[str, float]:
     """The paper's Figures 5 and 6 from the likelihoods before the update.
 
-    Mean log-probability per token of the first and the second action of wrong episodes; the share of those whose
-    first search found the same passages as that of a right episode of the same question, among wrong episodes that began with a
+    Mean log-probability per token of the first action of wrong episodes, and of the second where the first was a
+    search; the share of those whose first search found the same passages as that of a right episode of the same question, among wrong episodes that began with a
     search and whose question also has a right one; and mean negative log-likelihood
     per token by the number of searches. Wrong and right are by exact match, whatever the reward; episodes with a value that is not finite are left out.
     """
@@ -140,7 +140,9 @@ def episode_likelihoods(batch: Batch, old_BT: torch.Tensor, episodes: list[Episo
             continue
         names = [(f"nll/searches{episode.num_searches}", action_ids_T > 0, -1.0)]
         if not right[index]:
-            names += [("wrong/first_action", action_ids_T == 1, 1.0), ("wrong/second_action", action_ids_T == 2, 1.0)]
+            names.append(("wrong/first_action", action_ids_T == 1, 1.0))
+            if episode.turns and episode.turns[0].searched:
+                names.append(("wrong/second_action", action_ids_T == 2, 1.0))
             if first_found[index] is not None and episode.question.id in good_finds:
                 matches.append(first_found[index] in good_finds[episode.question.id])
         for name, chosen_T, sign in names:

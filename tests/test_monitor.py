@@ -1,5 +1,6 @@
 """Every recorded figure against a loop over tokens; the phases on made-up histories; the sentinel; trajectories."""
 
+import copy
 import dataclasses
 import json
 import random
@@ -154,7 +155,7 @@ def test_first_and_second_actions_of_wrong_episodes_and_the_likelihood_by_search
         for number, turn in enumerate(episode.turns, start=1):
             values = [float(scores.old_BT[row, offset + t]) for t in range(turn.start, turn.end)]
             rounds.setdefault(sum(t.searched for t in episode.turns), []).extend(values)
-            if not right[row] and number <= 2:
+            if not right[row] and (number == 1 or number == 2 and episode.turns[0].searched):
                 actions[number] += values
         if not right[row] and episode.turns[0].searched:
             friends = [other for j, other in enumerate(episodes) if right[j] and other.question.id == episode.question.id]
@@ -166,6 +167,19 @@ def test_first_and_second_actions_of_wrong_episodes_and_the_likelihood_by_search
     assert matches and found["wrong/observation_match"] == mean(matches)
     for count, values in rounds.items():
         assert found[f"nll/searches{count}"] == pytest.approx(-mean(values), abs=1e-6)
+
+
+def test_a_second_action_after_an_invalid_one_has_read_no_passage(recorded):
+    """Figure 5 is of second actions after feedback; the corrective message is none."""
+    episodes, batch, scores = copy.deepcopy(recorded)
+    before = monitor.episode_likelihoods(batch, scores.old_BT, episodes)
+    wrong = [row for row, episode in enumerate(episodes) if episode.answer != "a" and len(episode.turns) > 1]
+    turn = episodes[wrong[0]].turns[0]
+    episodes[wrong[0]].turns[0] = dataclasses.replace(turn, kind="invalid", searched=False, passages=())
+    found = monitor.episode_likelihoods(batch, scores.old_BT, episodes)
+    kept = [value for row in wrong[1:] for value in scores.old_BT[row][batch.action_ids_BT[row] == 2].tolist()]
+    assert found["wrong/first_action"] == before["wrong/first_action"] and found["wrong/second_action"] == pytest.approx(sum(kept) / len(kept), abs=1e-6)
+    assert found["wrong/second_action"] != before["wrong/second_action"]
 
 
 def test_every_recorded_name_is_in_the_glossary(recorded):
