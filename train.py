@@ -257,10 +257,10 @@ def learn(parts: Parts, cfg: config.Config, step: int, episodes: list[Episode], 
 
 def keep_for_later(parts: Parts, cfg: config.Config, step: int, episodes: list[Episode]) -> None:
     """What must be remembered before the update: the weights LLDS may compare with, and the crash box's."""
-    keep_snapshot(parts, cfg.loss.lld_lag_steps)
     if parts.recent is not None and parts.accelerator.is_main_process:
         parts.recent.before(step, parts.bare, lambda: trainer_state(parts))
         parts.recent.keep(step, episodes)
+    keep_snapshot(parts, cfg.loss.lld_lag_steps)  # last: a replay of the box adds this step's weights itself
 
 
 def warn(parts: Parts, cfg: config.Config, row: dict) -> int:

@@ -278,9 +278,12 @@ def test_a_retriever_that_is_down_is_named_before_work_starts(folder, capsys):
 
 
 def test_a_crash_box_replays_bit_for_bit_and_shows_another_loss(folder, capsys, monkeypatch):
-    """Unchanged options give the original's every number; with LLDS on the first replayed update still agrees, later ones do not."""
+    """Unchanged options give the original's every number, compared with the same older policy.
+
+    With more LLDS the first replayed update still agrees, later ones do not.
+    """
     monkeypatch.setattr(train.phases.Detector, "update", lambda self, row: (0, 2, 2, 3)[row["step"]])
-    config = write_config(folder, "boxed", eval={"every": 0}, run={"dir": str(folder / "boxed"), "steps": 4, "save_every": 50}, loss={"lld_weight": 0.0, "lld_lag_steps": 0}, monitor={"crash_box": 1, "stop_in_phase": 3})
+    config = write_config(folder, "boxed", eval={"every": 0}, run={"dir": str(folder / "boxed"), "steps": 4, "save_every": 50}, monitor={"crash_box": 1, "stop_in_phase": 3})
     assert train.main(["--config", str(config)]) == 4
     box = folder / "boxed" / "boxes" / "step_000004"
     assert sorted(path.name for path in box.parent.iterdir()) == ["step_000002", "step_000004"]
