@@ -236,10 +236,11 @@ def learn(parts: Parts, cfg: config.Config, step: int, episodes: list[Episode], 
     row |= {"lld_beta": answer_beta(row["searches"], cfg.loss), "lr": learning_rate(step, cfg.optim)}
     for group in parts.optimizer.param_groups:
         group["lr"] = row["lr"]
-    update_rows, scores = update_policy(accelerator, parts.policy, parts.reference, parts.optimizer, batch, cfg, beta=row["lld_beta"], anchor=parts.anchor)
+    anchor = parts.anchor if len(parts.snapshots) > 1 else None  # at a run's first step there is no older policy
+    update_rows, scores = update_policy(accelerator, parts.policy, parts.reference, parts.optimizer, batch, cfg, beta=row["lld_beta"], anchor=anchor)
     clock.lap("update")
     if due(step, cfg.monitor.rescore_every):
-        scores.final_BT = score_batch(accelerator, parts.policy, batch, cfg)
+        scores.final_BT = score_batch(accelerator, parts.policy, batch, cfg, cfg.optim.updates_per_rollout)
     if parts.sentinel is None and cfg.monitor.sentinel_every:
         parts.sentinel = monitor.choose_sentinel(batch, scores.old_BT, episodes, cfg.monitor.sentinel_size)
     if parts.sentinel is not None and due(step, cfg.monitor.sentinel_every):
@@ -249,7 +250,7 @@ def learn(parts: Parts, cfg: config.Config, step: int, episodes: list[Episode], 
     update_rows = [{"step": step, "update": u} | update_row | monitor.describe_update(batch, scores, u, cfg) for u, update_row in enumerate(update_rows)]
     if due(step, cfg.monitor.trajectories_every) and accelerator.is_main_process:
         rows = range(min(len(episodes), cfg.monitor.trajectories_questions * cfg.rollout.group_size))
-        records = trajectories.describe(parts.tokenizer, step, episodes, batch, scores, rewards, list(rows))
+        records = trajectories.describe(parts.tokenizer, step, episodes, batch, scores, rewards, list(rows), cfg.loss.lld_tolerance)
         trajectories.write(Path(cfg.run.dir) / "trajectories" / f"step_{step:06d}.jsonl", records)
     clock.lap("monitor")
     return row, update_rows, batch

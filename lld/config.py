@@ -98,10 +98,12 @@ class Loss:
     clip_high: float = 0.2
     kl_weight: float = 0.001
     entropy_weight: float = 0.0  # official code: 0.001
-    old_logprobs: Literal["trainer", "sampler"] = "trainer"  # who computed log pi_old of this rollout
+    # Whose log pi_old the ratio divides by; LLDS and the recorder compare the trainer's in any case.
+    old_logprobs: Literal["trainer", "sampler"] = "trainer"
     lld_weight: float = 0.2  # lambda; 0 is plain GRPO
     lld_gate: Literal["token", "response", "action"] = "action"
     lld_preserve: Literal["nonnegative", "positive"] = "nonnegative"
+    lld_tolerance: float = 0.0  # nats a token a likelihood may fall by before LLDS acts; bf16 alone moves it by .001
     lld_normalizer: Literal["preserved", "all"] = "preserved"  # paper | official code
     lld_answer_schedule: Literal["constant", "paper", "code"] = "constant"  # of beta, the weight on answer tokens
     lld_answer_weight: float = 1.0  # beta if constant; slope (lambda_answer / lambda) of "code"
@@ -156,7 +158,7 @@ class Eval:
     )
     during_training: tuple[str, ...] = ("nq", "hotpotqa")
     max_questions: int = 500  # of each set while training; eval.py takes all rows
-    max_turns: int = 4  # the paper's evaluation budget
+    max_turns: int = 4  # the paper's evaluation budget; four full ones do not fit rollout.max_episode_tokens 4096
     temperature: float = 0.0
     top_p: float = 1.0
     batch_size: int = 256  # questions between two writes of eval.py
@@ -437,7 +439,7 @@ def validate(cfg: Config) -> None:
     for section, names in {
         "run": ("seed", "keep_checkpoints", "watchdog_s"),
         "rollout": ("temperature",),
-        "loss": ("clip_low", "clip_high", "kl_weight", "entropy_weight", "lld_weight", "lld_answer_weight", "lld_lag_steps"),
+        "loss": ("clip_low", "clip_high", "kl_weight", "entropy_weight", "lld_weight", "lld_tolerance", "lld_answer_weight", "lld_lag_steps"),
         "optim": ("warmup_steps", "weight_decay"),
         "retriever": ("retries", "rerank"),
         "eval": ("every", "temperature"),

@@ -83,9 +83,12 @@ def lld_terms(
     *,
     gate: str,
     preserve: str = "nonnegative",
+    tolerance: float = 0.0,
 ) -> torch.Tensor:
-    """(B, T) LLDS terms max(0, log pi_old - log pi) where the gate is open and the row is preserved, zero elsewhere.
+    """(B, T) LLDS terms max(0, log pi_old - log pi - tolerance) where gate and row are open to it, zero elsewhere.
 
+    `tolerance` is in nats a token (ours; the paper has none): every fall counts from there on, also in the gates, so
+    that of an action or a response opens where its falls add up to more than tolerance times the number of its tokens.
     Preserved are rows with A >= 0, which takes in all-wrong and all-right groups (paper, Sec. 5), or with
     `preserve="positive"` only A > 0. Weights, lambda and the normaliser are the caller's. `action_ids_BT` as for `gate_BT`.
     """
@@ -93,7 +96,7 @@ def lld_terms(
     if preserve not in ("nonnegative", "positive"):
         raise ValueError(f"LLDS preserve {preserve!r}: must be 'nonnegative' or 'positive'")
     preserved_B = advantages_B >= 0 if preserve == "nonnegative" else advantages_B > 0
-    delta_BT = old_logprobs_BT.detach() - logprobs_BT
+    delta_BT = old_logprobs_BT.detach() - logprobs_BT - tolerance
     open_BT = gate_BT(delta_BT, action_ids_BT, gate) & preserved_B[:, None]
     # relu, not maximum or clamp: at a tie, which every token is right after a rollout, its gradient is 0.
     return torch.where(open_BT, torch.relu(delta_BT), 0.0)

@@ -18,7 +18,8 @@ from lld.update import Scores, score_batch
 CLASSES = ("correct", "incorrect", "neutral")  # A > 0, A < 0, A = 0
 PARTS = ("think", "search", "answer")  # episode.THINK, SEARCH, ANSWER
 QUANTILES = (0.05, 0.5, 0.95)
-NOISE = 1e-5  # nats a token; a likelihood that fell by less has not fallen: sampler and trainer differ by as much in float32
+# Nats a token, computed in float32 and, True, in bf16: what fell by less may not have fallen at all (docs/rounding.md).
+NOISE = {False: 1e-5, True: 3e-3}
 BATCH_FIELDS = [field.name for field in dataclasses.fields(Batch)]
 
 
@@ -29,11 +30,13 @@ def _means(prefix: str, names: list[str], values_N: torch.Tensor, groups_N: torc
     return {prefix + name: total / count for name, total, count in zip(names, sums, counts) if count}
 
 
-def displacement(batch: Batch, old_BT: torch.Tensor, new_BT: torch.Tensor, rows: list[int], prefix: str = "") -> dict[str, float]:
+def displacement(
+    batch: Batch, old_BT: torch.Tensor, new_BT: torch.Tensor, rows: list[int], prefix: str = "", *, half: bool = False
+) -> dict[str, float]:
     """Mean displacement of some rows: per token (also by part and turn, and its quantiles), per action, per response, and shares below 0.
 
     A per-action or per-response value is a sum over tokens, as in Def. 4.1 and Eq. 2; displaced is what fell by more than
-    NOISE a token. Rows with a value that is not finite are left out.
+    NOISE a token, which is more where `half`, in bf16. Rows with a value that is not finite are left out.
     """
     rows_R = torch.tensor(rows)
     action_ids_RT, part_ids_RT = batch.action_ids_BT[rows_R], batch.part_ids_BT[rows_R]
@@ -57,7 +60,8 @@ def displacement(batch: Batch, old_BT: torch.Tensor, new_BT: torch.Tensor, rows:
     tokens_A, tokens_R = torch.bincount(action_of_N, minlength=len(sums_A))[present_A], (action_ids_RT > 0).sum(1)[fine_R]
     for level, values, groups, tokens in (("", delta_N, class_N, 1), ("action", sums_A[present_A], class_A, tokens_A), ("response", sums_R, class_R[fine_R], tokens_R)):
         table |= _means(f"{prefix}displacement/", [f"{name}/per_{level}" if level else name for name in CLASSES], values, groups)
-        table |= _means(f"{prefix}displaced/", [f"{name}/{level or 'token'}s" for name in CLASSES], (values < -NOISE * tokens).float(), groups)
+        displaced = (values < -NOISE[half] * tokens).float()
+        table |= _means(f"{prefix}displaced/", [f"{name}/{level or 'token'}s" for name in CLASSES], displaced, groups)
     for index, name in enumerate(CLASSES):
         chosen_n = delta_N[class_N == index].sort().values  # not torch.quantile, which refuses more than 16 million values
         for q in QUANTILES if len(chosen_n) else ():
@@ -65,15 +69,18 @@ def displacement(batch: Batch, old_BT: torch.Tensor, new_BT: torch.Tensor, rows:
     return table
 
 
-def gates(batch: Batch, anchor_BT: torch.Tensor, new_BT: torch.Tensor, rows: list[int]) -> dict[str, float]:
+def gates(
+    batch: Batch, anchor_BT: torch.Tensor, new_BT: torch.Tensor, rows: list[int], tolerance: float = 0.0
+) -> dict[str, float]:
     """What each gate of LLDS would do on the rows with A >= 0, whatever `loss.lld_weight` is: the share of their tokens
-    it opens on, and the mean penalty per token before lambda (Eqs. 4, 9, 10). `anchor_BT` is what LLDS compares with."""
+    it opens on, and the mean penalty per token before lambda (Eqs. 4, 9, 10). `anchor_BT` is what LLDS compares with,
+    `tolerance` its loss.lld_tolerance."""
     preserved = [row for row in rows if batch.advantages_B[row] >= 0 and (new_BT[row] - anchor_BT[row]).isfinite().all()]
     action_ids_RT = batch.action_ids_BT[preserved]
     num_tokens = int((action_ids_RT > 0).sum())
     if not num_tokens:
         return {}
-    fall_RT = anchor_BT[preserved] - new_BT[preserved]
+    fall_RT = anchor_BT[preserved] - new_BT[preserved] - tolerance
     row = {}
     for gate in ("token", "action", "response"):
         open_RT = gate_BT(fall_RT, action_ids_RT, gate)
@@ -87,8 +94,9 @@ def policy_change(batch: Batch, scores: Scores, rows: list[int], cfg) -> dict[st
     rows_R = torch.tensor(rows)
     advantages_R = batch.advantages_B[rows_R]
     old_RT, new_RT = scores.old_BT[rows_R], scores.new_BT[rows_R]
+    divisor_RT = old_RT if scores.divisor_BT is None else scores.divisor_BT[rows_R]
     written_RT = batch.action_ids_BT[rows_R] > 0
-    log_ratio_RT = torch.where(written_RT, new_RT - old_RT, 0.0)
+    log_ratio_RT = torch.where(written_RT, new_RT - divisor_RT, 0.0)
     mask_RT = written_RT & (log_ratio_RT.isfinite().all(1) & advantages_R.isfinite())[:, None]
     if not mask_RT.any():
         return {}
@@ -195,14 +203,19 @@ def pack_sentinel(sentinel: Batch | None) -> dict | None:
 def describe(batch: Batch, scores: Scores, episodes: list[Episode], cfg) -> dict[str, float]:
     """One row for a rollout and all its updates; names in metrics.GLOSSARY."""
     rows = list(range(len(batch.names)))
-    row = policy_change(batch, scores, rows, cfg) | displacement(batch, scores.old_BT, scores.new_BT, rows) | gates(batch, scores.anchor_BT, scores.new_BT, rows)
-    row |= sampler_gap(batch, scores) | episode_likelihoods(batch, scores.old_BT, episodes)
+    row = _describe_rows(batch, scores, rows, cfg) | sampler_gap(batch, scores)
+    row |= episode_likelihoods(batch, scores.old_BT, episodes)
     if scores.final_BT is not None:
-        row |= displacement(batch, scores.old_BT, scores.final_BT, rows, "final/")
+        row |= displacement(batch, scores.old_BT, scores.final_BT, rows, "final/", half=scores.half)
     return row
 
 
 def describe_update(batch: Batch, scores: Scores, update: int, cfg) -> dict[str, float]:
     """One row for one optimizer step, over the rows it used."""
-    rows = scores.rows[update]
-    return policy_change(batch, scores, rows, cfg) | displacement(batch, scores.old_BT, scores.new_BT, rows) | gates(batch, scores.anchor_BT, scores.new_BT, rows)
+    return _describe_rows(batch, scores, scores.rows[update], cfg)
+
+
+def _describe_rows(batch: Batch, scores: Scores, rows: list[int], cfg) -> dict[str, float]:
+    row = policy_change(batch, scores, rows, cfg)
+    row |= displacement(batch, scores.old_BT, scores.new_BT, rows, half=scores.half)
+    return row | gates(batch, scores.anchor_BT, scores.new_BT, rows, cfg.loss.lld_tolerance)

@@ -212,7 +212,7 @@ def times(cfg: config.Config, shape: Shape, setup: Setup) -> Times:
     steps = own * told.written_tokens / slots
     step_bytes = N * compute + slots * length * 2 * shape.layers * shape.kv * compute
     read = own * (told.prompt_tokens / cfg.rollout.group_size + told.observation_tokens)
-    scored = (cfg.loss.old_logprobs == "trainer") * (1 - 1 / optim.updates_per_rollout) + (cfg.loss.kl_weight > 0) + (cfg.loss.lld_lag_steps > 0) + (1 / cfg.monitor.rescore_every if cfg.monitor.rescore_every else 0)
+    scored = (1 - 1 / optim.updates_per_rollout) + (cfg.loss.kl_weight > 0) + (cfg.loss.lld_lag_steps > 0) + (1 / cfg.monitor.rescore_every if cfg.monitor.rescore_every else 0)
     passes = 8 if cfg.model.gradient_checkpointing else 6
     micro = own / optim.micro_batch_size if optim.micro_batch_tokens is None else own * length / optim.micro_batch_tokens
     parts = {

@@ -28,10 +28,12 @@ def read_episodes(path: Path) -> list[Episode]:
     return [from_json(line) for line in path.read_text().split("\n")[:-1]]
 
 
-def describe(tokenizer, step: int, episodes: list[Episode], batch: Batch, scores: Scores, rewards: list[float], rows: list[int]) -> list[dict]:
+def describe(
+    tokenizer, step: int, episodes: list[Episode], batch: Batch, scores: Scores, rewards: list[float], rows: list[int], lld_tolerance: float = 0.0
+) -> list[dict]:
     """One record for each of `rows`: the episode, its tokens as text, and each token's author, part, log-probabilities
     (None where the model did not write it) and gates. The gates are those of LLDS's anchor -> new, whatever the advantage."""
-    fall_RT = scores.anchor_BT[rows] - scores.new_BT[rows]
+    fall_RT = scores.anchor_BT[rows] - scores.new_BT[rows] - lld_tolerance
     gates = {gate: gate_BT(fall_RT, batch.action_ids_BT[rows], gate).int().tolist() for gate in ("token", "action", "response")}
     tables = {"sampled": batch.sampled_logprobs_BT, "old": scores.old_BT, "new": scores.new_BT, "final": scores.final_BT}
     records = []

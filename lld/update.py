@@ -72,14 +72,17 @@ def select(batch: Batch, rows: list[int], device) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def score_rows(accelerator, policy, batch: Batch, shares: list[list[int]], cfg: Config) -> torch.Tensor:
-    """Log-probabilities (B, T) of the model's tokens in this process's share of the rows, 0 elsewhere, on the CPU.
+def score_rows(accelerator, policy, batch: Batch, plan: list[list[list[int]]], cfg: Config) -> torch.Tensor:
+    """Log-probabilities (B, T) of the model's tokens in this process's rows of `plan`, 0 elsewhere, on the CPU.
 
-    All processes make as many forward passes as the one with most: those of a sharded model are collectives.
+    Rows are scored in the micro-batches in which their update will read them, so that a policy that has not moved
+    gives the same numbers there, to the last bit. All processes make as many forward passes as the one with most:
+    those of a sharded model are collectives.
     """
     logprobs_BT = torch.zeros(batch.token_ids_BT.shape)
     policy.eval()
-    runs = [micro_batches(share, batch, cfg.optim) for share in shares]
+    runs_of = lambda process: [run for shares in plan for run in micro_batches(shares[process], batch, cfg.optim)]
+    runs = [runs_of(process) for process in range(accelerator.num_processes)]
     own = runs[accelerator.process_index]
     for number in range(max(map(len, runs))):
         some = own[number] if number < len(own) else []
@@ -91,10 +94,10 @@ def score_rows(accelerator, policy, batch: Batch, shares: list[list[int]], cfg: 
     return logprobs_BT
 
 
-def score_batch(accelerator, policy, batch: Batch, cfg: Config) -> torch.Tensor:
-    """`score_rows` of all rows, shared out over the processes; every process gets the whole."""
-    shares = [list(range(process, len(batch.names), accelerator.num_processes)) for process in range(accelerator.num_processes)]
-    own_BT = score_rows(accelerator, policy, batch, shares, cfg)
+def score_batch(accelerator, policy, batch: Batch, cfg: Config, num_updates: int = 1) -> torch.Tensor:
+    """`score_rows` of all rows, in the micro-batches of that many updates; every process gets the whole."""
+    plan = plan_updates(batch.lengths_B.tolist(), num_updates, accelerator.num_processes)
+    own_BT = score_rows(accelerator, policy, batch, plan, cfg)
     return accelerator.reduce(own_BT.to(accelerator.device), "sum").cpu()
 
 
@@ -108,6 +111,8 @@ def minibatch_counts(batch: Batch, rows: list[int], preserve: str) -> dict[str, 
 def loss_of(part: dict, logprobs_BT, entropy_BT, old_BT, reference_BT, anchor_BT, counts: dict, beta: float, cfg: Config):
     """This micro-batch's share (B,) of the step's loss, row by row, and its unreduced terms (B, T) for the record.
 
+    `old_BT` is what the ratio divides by, the trainer's or the sampler's; `anchor_BT`, with which LLDS compares, is
+    always the trainer's.
     Sums over all micro-batches and processes of a step are the loss of the step:
     Eq. 1 (or its token mean) + kl_weight * k3 - entropy_weight * H + lambda * LLDS (Eq. 6).
     """
@@ -127,7 +132,10 @@ def loss_of(part: dict, logprobs_BT, entropy_BT, old_BT, reference_BT, anchor_BT
     else:
         row_losses_B = terms_BT.sum(1) / counts["tokens"]
     if options.lld_weight > 0:
-        terms["lld"] = loss.lld_terms(logprobs_BT, anchor_BT, part["advantages_B"], part["action_ids_BT"], gate=options.lld_gate, preserve=options.lld_preserve)
+        terms["lld"] = loss.lld_terms(
+            logprobs_BT, anchor_BT, part["advantages_B"], part["action_ids_BT"],
+            gate=options.lld_gate, preserve=options.lld_preserve, tolerance=options.lld_tolerance,
+        )  # fmt: skip
         terms["lld"] = terms["lld"] * loss.answer_weights(part["part_ids_BT"] == ANSWER, beta)
         denominator = counts["preserved"] if options.lld_normalizer == "preserved" else counts["tokens"]
         row_losses_B = row_losses_B + options.lld_weight * terms["lld"].sum(1) / max(1, denominator)
@@ -138,9 +146,11 @@ def loss_of(part: dict, logprobs_BT, entropy_BT, old_BT, reference_BT, anchor_BT
 class Scores:
     """Log-probabilities (B, T) of the whole batch, the same on every process, 0 on tokens the model did not write.
 
-    `old_BT` before the first update, `new_BT` and `entropy_BT` at the moment of the update that used the row, `final_BT`
-    after the last one (None where the rollout was not re-scored), `anchor_BT` what LLDS compares with, which is `old_BT` unless
-    it is an older policy. `rows[u]` are the rows of update u.
+    All are the trainer's, by the same forward passes, so that what differs between two of them is the policy: `old_BT`
+    before the first update, `new_BT` and `entropy_BT` at the moment of the update that used the row, `final_BT` after
+    the last one (None where the rollout was not re-scored), `anchor_BT` what LLDS compares with, which is `old_BT`
+    unless it is an older policy. Only `divisor_BT`, what the ratio divides by, may be the sampler's; None: it is
+    `old_BT`. `rows[u]` are the rows of update u; `half`: whether all this was computed in bf16.
     """
 
     old_BT: torch.Tensor
@@ -149,20 +159,28 @@ class Scores:
     final_BT: torch.Tensor | None
     anchor_BT: torch.Tensor
     rows: list[list[int]]
+    divisor_BT: torch.Tensor | None = None
+    half: bool = False
 
 
 def update_policy(accelerator, policy, reference, optimizer, batch: Batch, cfg: Config, *, beta: float, anchor=None) -> tuple[list[dict], Scores]:
     """Makes `updates_per_rollout` optimizer steps on one rollout; returns a row of metrics for each and what was scored on the way.
 
     policy: prepared `Policy`; reference: frozen `Policy`, or None where kl_weight is 0; beta: LLDS-MA's weight on answer
-    tokens; anchor: the older `Policy` LLDS compares with, or None for this rollout's. A step whose loss or gradient is not finite is skipped on all processes,
-    counted, and the episodes it came from are named. Names of the rows are in metrics.GLOSSARY.
+    tokens; anchor: the older `Policy` LLDS compares with, or None for this rollout's.
+
+    LLDS compares forward passes of the trainer over the same micro-batches, whatever loss.old_logprobs says: its
+    gradient does not shrink with the size of a fall, so a fall that is rounding would count as much as a true one. At
+    the first update it is therefore exactly 0.
+
+    A step whose loss or gradient is not finite is skipped on all processes, counted, and the episodes it came from are
+    named. Names of the rows are in metrics.GLOSSARY.
     """
     plan = plan_updates(batch.lengths_B.tolist(), cfg.optim.updates_per_rollout, accelerator.num_processes)
-    score = lambda model, updates: score_rows(accelerator, model, batch, [sum((shares[process] for shares in updates), []) for process in range(accelerator.num_processes)], cfg)
-    sampler_is_old = cfg.loss.old_logprobs == "sampler"
+    score = lambda model, updates: score_rows(accelerator, model, batch, updates, cfg)
     # At its first update the policy still is the old one: those rows' pass is the update's own (all rows', where there is one update).
-    old_BT = batch.sampled_logprobs_BT if sampler_is_old else score(policy, plan[1:])
+    old_BT = score(policy, plan[1:])
+    divisor_BT = batch.sampled_logprobs_BT if cfg.loss.old_logprobs == "sampler" else old_BT
     reference_BT = score(reference, plan) if cfg.loss.kl_weight > 0 else old_BT
     anchor_BT = score(anchor, plan) if anchor is not None else old_BT
     new_BT, entropy_BT = torch.zeros_like(old_BT), torch.zeros_like(old_BT)
@@ -183,9 +201,9 @@ def update_policy(accelerator, policy, reference, optimizer, batch: Batch, cfg: 
             with nullcontext() if number == most - 1 or is_sharded(policy) else accelerator.no_sync(policy):  # shards are reduced each time: a whole gradient is what does not fit
                 with accelerator.autocast():
                     logprobs_BT, entropies_BT = policy(part["token_ids_BT"], part["action_ids_BT"] > 0, cfg.rollout.temperature, cfg.loss.entropy_weight > 0)
-                if number < len(runs) and not update_rows and not sampler_is_old:
+                if number < len(runs) and not update_rows:
                     old_BT[rows, :width] = logprobs_BT.detach().cpu()
-                past = [tensor[rows, :width].to(accelerator.device) for tensor in (old_BT, reference_BT, anchor_BT)]
+                past = [tensor[rows, :width].to(accelerator.device) for tensor in (divisor_BT, reference_BT, anchor_BT)]
                 row_losses_B, terms = loss_of(part, logprobs_BT, entropies_BT, *past, counts, beta, cfg)
                 # DDP and FSDP2 average gradients over processes; the denominators already count all of them.
                 accelerator.backward(row_losses_B.sum() * accelerator.num_processes)
@@ -199,9 +217,12 @@ def update_policy(accelerator, policy, reference, optimizer, batch: Batch, cfg: 
                 new_BT[rows, :width] = logprobs_BT.detach().cpu()
                 entropy_BT[rows, :width] = entropies_BT.detach().cpu()
         update_rows.append(means.reduce(accelerator) | make_step(accelerator, policy, optimizer, suspects, len(update_rows), cfg.optim.max_grad_norm))
-    own = {"new": new_BT, "entropy": entropy_BT} | ({} if sampler_is_old else {"old": old_BT}) | ({} if anchor is None else {"anchor": anchor_BT})
-    whole = {"old": old_BT} | {name: accelerator.reduce(tensor.to(accelerator.device), "sum").cpu() for name, tensor in own.items()}
-    return update_rows, Scores(whole["old"], whole["new"], whole["entropy"], None, whole.get("anchor", whole["old"]), rows_of)
+    own = {"old": old_BT, "new": new_BT, "entropy": entropy_BT} | ({} if anchor is None else {"anchor": anchor_BT})
+    whole = {name: accelerator.reduce(tensor.to(accelerator.device), "sum").cpu() for name, tensor in own.items()}
+    divisor_BT = batch.sampled_logprobs_BT if cfg.loss.old_logprobs == "sampler" else None
+    anchor_BT, half = whole.get("anchor", whole["old"]), accelerator.mixed_precision == "bf16"
+    scores = Scores(whole["old"], whole["new"], whole["entropy"], None, anchor_BT, rows_of, divisor_BT, half)
+    return update_rows, scores
 
 
 def make_step(accelerator, policy, optimizer, suspects: list[str], update: int, max_grad_norm: float) -> dict[str, float]:

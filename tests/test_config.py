@@ -93,6 +93,8 @@ def test_the_defaults_are_the_papers():
         ({"optim": {"updates_per_rollout": 1}}, "cannot act: at the only update the policy still is the old policy"),
         ({"optim": {"updates_per_rollout": 1}, "loss": {"lld_weight": 0.0}, "monitor": {"stop_in_phase": 2, "rescore_every": 0}}, "would never act: displacement is then seen only where a rollout is re-scored"),
         ({"loss": {"lld_weight": 0.0, "lld_lag_steps": 2}}, "loss.lld_lag_steps = 2 does nothing with loss.lld_weight = 0"),
+        ({"loss": {"lld_weight": 0.0, "lld_tolerance": 0.01}}, "loss.lld_tolerance = 0.01 does nothing with loss.lld_weight = 0"),
+        ({"loss": {"lld_tolerance": -0.01}}, "loss.lld_tolerance = -0.01: must not be negative"),
         ({"loss": {"old_logprobs": "sampler"}, "rollout": {"top_p": 0.9}}, "use 'trainer' or top_p 1.0"),
         ({"rollout": {"temperature": 0}}, "greedy episodes of a group are all alike"),
         ({"rollout": {"group_size": 1}}, "a group of one has no advantage"),

@@ -108,14 +108,14 @@ def naive_surrogate(logprobs_BT, old_BT, advantages_B, mask_BT, kind, clip_low, 
     return stack(rows)
 
 
-def naive_lld(logprobs_BT, old_BT, advantages_B, ids_BT, gate, preserve):
-    gates_BT = naive_gates(old_BT - logprobs_BT.detach(), ids_BT, gate)
+def naive_lld(logprobs_BT, old_BT, advantages_B, ids_BT, gate, preserve, tolerance=0.0):
+    gates_BT = naive_gates(old_BT - logprobs_BT.detach() - tolerance, ids_BT, gate)
     rows = [[logprobs_BT.new_zeros(()) for _ in row] for row in logprobs_BT]
     for b, t in cells(ids_BT):
         preserved = advantages_B[b] >= 0 if preserve == "nonnegative" else advantages_B[b] > 0
         fall = old_BT[b, t].item() - logprobs_BT[b, t]
-        if gates_BT[b, t] and preserved and fall.item() > 0:
-            rows[b][t] = fall
+        if gates_BT[b, t] and preserved and fall.item() > tolerance:
+            rows[b][t] = fall - tolerance
     return stack(rows)
 
 
@@ -133,14 +133,14 @@ def test_surrogate_agrees_with_a_loop(kind, dtype, atol):
 
 
 @pytest.mark.parametrize("dtype, atol", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("preserve", ["nonnegative", "positive"])
+@pytest.mark.parametrize("preserve, tolerance", [("nonnegative", 0.0), ("positive", 0.0), ("nonnegative", 0.1)])
 @pytest.mark.parametrize("gate", GATES)
-def test_lld_agrees_with_a_loop(gate, preserve, dtype, atol):
+def test_lld_agrees_with_a_loop(gate, preserve, tolerance, dtype, atol):
     for seed in range(3):
         logprobs_BT, old_BT, _, advantages_B, ids_BT, _ = ragged(seed, dtype)
         assert_same(
-            lambda x: lld_terms(x, old_BT, advantages_B, ids_BT, gate=gate, preserve=preserve),
-            lambda x: naive_lld(x, old_BT, advantages_B, ids_BT, gate, preserve),
+            lambda x: lld_terms(x, old_BT, advantages_B, ids_BT, gate=gate, preserve=preserve, tolerance=tolerance),
+            lambda x: naive_lld(x, old_BT, advantages_B, ids_BT, gate, preserve, tolerance),
             logprobs_BT,
             atol,
         )
@@ -203,6 +203,29 @@ def test_lld_by_hand(gate):
     torch.testing.assert_close(value_BT, expected_BT, rtol=0, atol=1e-12)
     assert torch.equal(gradient_BT, -(expected_BT > 0).double())  # d(old - new)/d new = -1 where the term is on
     assert gate_BT(DELTA_BT, IDS_BT, gate).int().tolist() == GATE_BY_HAND[gate]
+
+
+# The same places with falls .5 -.25 | -.125 .875 and .25 .75 (9) -1. With a tolerance of .25 nats a token the margins are
+# .25 -.5 | -.375 .625 and 0 .5 (8.75) -1.25; sums: row 0 action 1: -.25, action 2: +.25, response: 0, which is not more than 0.
+# With .125: .375 -.375 | -.25 .75 and .125 .625 (8.875) -1.125; sums: row 0 action 1: 0, action 2: +.5, response: +.5; row 1 -.375.
+FALLS_BT = torch.tensor([[0.5, -0.25, -0.125, 0.875], [0.25, 0.75, 9.0, -1.0]], dtype=torch.float64)
+TOLERANT = {
+    ("token", 0.25): [[0.25, 0.0, 0.0, 0.625], [0.0, 0.5, 0.0, 0.0]],
+    ("action", 0.25): [[0.0, 0.0, 0.0, 0.625], [0.0, 0.5, 0.0, 0.0]],
+    ("response", 0.25): [[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]],
+    ("token", 0.125): [[0.375, 0.0, 0.0, 0.75], [0.125, 0.625, 0.0, 0.0]],
+    ("action", 0.125): [[0.0, 0.0, 0.0, 0.75], [0.125, 0.625, 0.0, 0.0]],
+    ("response", 0.125): [[0.375, 0.0, 0.0, 0.75], [0.0, 0.0, 0.0, 0.0]],
+}
+
+
+@pytest.mark.parametrize("gate, tolerance", TOLERANT)
+def test_lld_with_a_tolerance_by_hand(gate, tolerance):
+    terms = lambda x: lld_terms(x, OLD_BT, torch.tensor([0.5, 0.0]), IDS_BT, gate=gate, tolerance=tolerance)
+    value_BT, gradient_BT = value_and_gradient(terms, OLD_BT - FALLS_BT)
+    expected_BT = torch.tensor(TOLERANT[gate, tolerance], dtype=torch.float64)
+    assert torch.equal(value_BT, expected_BT)
+    assert torch.equal(gradient_BT, -(expected_BT > 0).double())
 
 
 def test_surrogate_by_hand():

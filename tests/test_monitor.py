@@ -72,6 +72,17 @@ def test_displacement_agrees_with_a_loop_over_tokens(recorded, rows):
         assert found[name] == pytest.approx(value, abs=1e-6), name
 
 
+def test_what_counts_as_displaced_depends_on_the_type_of_the_computation(recorded):
+    """A millinat is a fall in float32; in bf16 it is rounding. Likelihoods are the trainer's, whatever the ratio divides by."""
+    episodes, batch, scores = recorded
+    written_BT = batch.action_ids_BT > 0
+    fallen = dataclasses.replace(scores, new_BT=scores.old_BT - 1e-3 * written_BT, divisor_BT=scores.old_BT - 0.5 * written_BT)
+    for half in (False, True):
+        row = monitor.describe(batch, dataclasses.replace(fallen, half=half), episodes, config.from_dict(OPTIONS))
+        assert [row[f"displaced/correct/{unit}"] for unit in ("tokens", "actions", "responses")] == [1.0 - half] * 3
+        assert row["displacement/correct"] == pytest.approx(-1e-3, rel=1e-3) and row["ratio/mean"] == pytest.approx(math.exp(0.499), rel=1e-4)
+
+
 def test_parts_of_a_response_are_those_of_its_turns(recorded):
     episodes, batch, _ = recorded
     for row, episode in enumerate(episodes):
@@ -112,6 +123,8 @@ def test_gates_are_watched_whether_llds_is_on_or_not(recorded):
     for gate in open_tokens:
         assert found[f"gate/{gate}/open"] == pytest.approx(open_tokens[gate] / num_tokens, abs=1e-6)
         assert found[f"gate/{gate}/penalty"] == pytest.approx(penalty[gate] / num_tokens, abs=1e-6)
+    tolerant = monitor.gates(batch, scores.old_BT + 0.01, scores.new_BT, list(range(12)), tolerance=0.01)
+    assert tolerant == pytest.approx(found, abs=1e-3)
     older = dataclasses.replace(scores, anchor_BT=scores.new_BT + 0.01)  # LLDS compares with an older policy: every token fell by 0.01
     row = monitor.describe(batch, older, episodes, config.from_dict(OPTIONS))
     assert [row[f"gate/{gate}/{what}"] for gate in open_tokens for what in ("open", "penalty")] == pytest.approx([1.0, 0.01] * 3, rel=1e-4)

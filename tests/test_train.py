@@ -284,7 +284,10 @@ def test_a_crash_box_replays_bit_for_bit_and_shows_another_loss(folder, capsys, 
     """
     monkeypatch.setattr(train.phases.Detector, "update", lambda self, row: (0, 2, 2, 3)[row["step"]])
     config = write_config(folder, "boxed", eval={"every": 0}, run={"dir": str(folder / "boxed"), "steps": 4, "save_every": 50}, monitor={"crash_box": 1, "stop_in_phase": 3})
+    anchors, update_policy = [], train.update_policy
+    monkeypatch.setattr(train, "update_policy", lambda *args, anchor, **more: anchors.append(anchor is not None) or update_policy(*args, anchor=anchor, **more))
     assert train.main(["--config", str(config)]) == 4
+    assert anchors == [False, True, True, True]  # at the first step an older policy is this one, scored by another pass
     box = folder / "boxed" / "boxes" / "step_000004"
     assert sorted(path.name for path in box.parent.iterdir()) == ["step_000002", "step_000004"]
     assert "phase 3 (acceleration) begins" in (folder / "boxed" / "warnings.log").read_text()

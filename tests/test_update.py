@@ -1,5 +1,6 @@
 """Gradients do not depend on memory knobs, agree with a naive loss, and a non-finite one is skipped and named."""
 
+import dataclasses
 import math
 import os
 import subprocess
@@ -11,12 +12,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import make_lm, make_tokenizer
-from gradients import OPTIONS, make_episodes, two_steps
+from gradients import OPTIONS, Recorder, make_episodes, two_steps
 
-from lld import config, loss
+from lld import config, loss, monitor
 from lld.episode import ANSWER, collate
 from lld.policy import Policy
-from lld.update import learning_rate, micro_batches, plan_updates, update_policy
+from lld.update import learning_rate, micro_batches, plan_updates, score_batch, update_policy
 
 HERE = Path(__file__).parent
 
@@ -83,10 +84,13 @@ class Counting(torch.nn.Module):
 
 @pytest.mark.parametrize(
     "updates, changes, share_scored, reference_scored",
-    [(1, {"kl_weight": 0.0}, 0, 0), (4, {"kl_weight": 0.0}, 3 / 4, 0), (2, {"kl_weight": 0.1}, 1 / 2, 1), (2, {"kl_weight": 0.1, "old_logprobs": "sampler"}, 0, 1)],
+    [(1, {"kl_weight": 0.0}, 0, 0), (4, {"kl_weight": 0.0}, 3 / 4, 0), (2, {"kl_weight": 0.1}, 1 / 2, 1), (2, {"kl_weight": 0.1, "old_logprobs": "sampler"}, 1 / 2, 1)],
 )
 def test_passes_that_cannot_matter_are_not_made(updates, changes, share_scored, reference_scored):
-    """pi_old of the first update's rows is that update's own pass; of the others' a pass before any step, as it was."""
+    """pi_old of the first update's rows is that update's own pass; of the others' a pass before any step, as it was.
+
+    Where the ratio divides by the sampler's log-probabilities LLDS and the recorder still need the trainer's.
+    """
     cfg = config.from_dict(with_loss(lld_weight=0.0, **changes) | {"optim": {"updates_per_rollout": updates, "micro_batch_size": 2}})
     tokenizer = make_tokenizer()
     policy, reference = (Counting(Policy(make_lm(tokenizer, seed=seed, scale=1.0))) for seed in (0, 1))
@@ -98,10 +102,55 @@ def test_passes_that_cannot_matter_are_not_made(updates, changes, share_scored, 
     rows_scored = [row for rows in scores.rows[1:] for row in rows] if share_scored else []
     assert (policy.learned, policy.scored) == (int(mask.sum()), int(mask[rows_scored].sum()))
     assert len(rows_scored) == share_scored * 12 and reference.scored == reference_scored * int(mask.sum()) and reference.learned == 0
-    if "old_logprobs" not in changes:
-        assert float((scores.old_BT - before).abs().max()) < 1e-5
-        assert torch.equal(scores.old_BT[scores.rows[0]], scores.new_BT[scores.rows[0]])
-        assert all(float((scores.new_BT - scores.old_BT)[rows].abs().max()) > 1e-3 for rows in scores.rows[1:])
+    assert float((scores.old_BT - before).abs().max()) < 1e-5
+    assert torch.equal(scores.old_BT[scores.rows[0]], scores.new_BT[scores.rows[0]])
+    assert all(float((scores.new_BT - scores.old_BT)[rows].abs().max()) > 1e-3 for rows in scores.rows[1:])
+    assert scores.divisor_BT is (batch.sampled_logprobs_BT if "old_logprobs" in changes else None)
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("old_logprobs", ["trainer", "sampler"])
+def test_a_policy_that_has_not_moved_has_displaced_nothing(old_logprobs, half):
+    """At learning rate 0 no gate of LLDS opens in any update and nothing counts as displaced, to the last bit, in bf16 as in float32.
+
+    The sampler's log-probabilities differ by rounding, and half of such differences are falls.
+    """
+    loss_options = {"kl_weight": 0.0, "lld_weight": 1.0, "old_logprobs": old_logprobs}
+    cfg = config.from_dict({"loss": loss_options, "optim": {"updates_per_rollout": 4, "micro_batch_size": 2}, "rollout": {"num_questions": 4, "group_size": 3}})
+    tokenizer = make_tokenizer()
+    policy = Policy(make_lm(tokenizer, scale=1.0))
+    episodes = make_episodes(12, len(tokenizer))
+    batch = collate(episodes, torch.zeros(4, 3), tokenizer.pad_token_id)
+    accelerator = Accelerator(cpu=True)
+    if half:
+        accelerator.autocast = lambda: torch.autocast("cpu", torch.bfloat16)
+    sampled_BT = score_batch(accelerator, policy, batch, cfg)
+    sampled_BT += torch.randn(sampled_BT.shape, generator=torch.Generator().manual_seed(0)) * 1e-6 * (batch.action_ids_BT > 0)
+    batch = dataclasses.replace(batch, sampled_logprobs_BT=sampled_BT)
+    recorder = Recorder(policy.parameters(), lr=0.0)
+    update_rows, scores = update_policy(accelerator, policy, None, recorder, batch, cfg, beta=1.0)
+    assert torch.equal(scores.new_BT, scores.old_BT) and scores.anchor_BT is scores.old_BT
+    assert [row["loss/lld"] for row in update_rows] == [0.0] * 4
+    assert not any(gradient.any() for gradient in recorder.gradients)  # nor has a group of equals a policy gradient
+    scores.final_BT = score_batch(accelerator, policy, batch, cfg, 4)
+    found = monitor.describe(batch, scores, episodes, cfg)
+    watched = [name for name in found if name.startswith(("gate/", "displacement/", "displaced/", "final/"))]
+    assert len(watched) > 20 and [name for name in watched if found[name] != 0] == []
+    assert found["ratio/max"] == 1.0 or old_logprobs == "sampler"
+
+
+def test_rows_are_scored_in_the_micro_batches_of_their_update():
+    """Only then is a difference between the two what the update did: kernels choose their order of sums by the shape of a batch."""
+    cfg = config.from_dict(with_loss(lld_weight=0.5) | {"optim": {"updates_per_rollout": 3, "micro_batch_size": 3}})
+    tokenizer, asked = make_tokenizer(), {False: [], True: []}
+    policy, reference = (Policy(make_lm(tokenizer, seed=seed, scale=1.0)) for seed in (0, 1))
+    policy.register_forward_pre_hook(lambda _, inputs: asked[torch.is_grad_enabled()].append(inputs[0]))
+    batch = collate(make_episodes(12, len(tokenizer)), torch.linspace(-1, 1, 12).view(4, 3), tokenizer.pad_token_id)
+    _, scores = update_policy(Accelerator(cpu=True), policy, reference, torch.optim.SGD(policy.parameters(), 0.1), batch, cfg, beta=1.0)
+    assert (len(asked[False]), len(asked[True])) == (4, 6)
+    assert all(torch.equal(scored, learned) for scored, learned in zip(asked[False], asked[True][2:], strict=True))
+    score_batch(Accelerator(cpu=True), policy, batch, cfg, 3)
+    assert all(torch.equal(scored, learned) for scored, learned in zip(asked[False][4:], asked[True], strict=True))
 
 
 def test_two_processes_give_the_same_gradient(tmp_path):
@@ -162,12 +211,23 @@ def test_gradients_agree_with_a_naive_loss(aggregation, normalizer):
                 p -= 0.05 * p.grad
 
 
-def test_llds_acts_from_the_second_update_on():
-    """At the first update the policy is the old policy: LLDS must be exactly inert there, and only there."""
-    with_llds, _, _ = two_steps(OPTIONS, 12)
-    without, _, _ = two_steps(with_loss(lld_weight=0.0), 12)
+@pytest.mark.parametrize("old_logprobs", ["trainer", "sampler"])
+def test_llds_acts_from_the_second_update_on(old_logprobs):
+    """At the first update the policy is the old policy: LLDS must be exactly inert there, and only there.
+
+    Also where the ratio divides by the sampler's log-probabilities, which are off by rounding (here by a lot).
+    """
+    with_llds, _, _ = two_steps(with_loss(old_logprobs=old_logprobs), 12)
+    without, _, _ = two_steps(with_loss(lld_weight=0.0, old_logprobs=old_logprobs), 12)
     assert torch.equal(with_llds[0], without[0])
     assert relative(with_llds[1], without[1]) > 1e-3
+
+
+def test_a_tolerance_keeps_llds_from_small_falls():
+    """One larger than any fall makes it plain GRPO; one in between leaves a part of it."""
+    gradients = [two_steps(with_loss(**options), 12)[0][1] for options in ({"lld_weight": 0.0}, {"lld_tolerance": 100.0}, {"lld_tolerance": 1e-3}, {})]
+    assert torch.equal(gradients[0], gradients[1])
+    assert 0.1 < relative(gradients[2], gradients[0]) / relative(gradients[3], gradients[0]) < 1
 
 
 def test_beta_zero_frees_the_answer_tokens():

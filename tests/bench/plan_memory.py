@@ -149,7 +149,7 @@ def play_and_learn(shape, cfg, gpu: bool, note) -> None:
     note(None)
     batch = play(questions)
     note("rollout")
-    score_rows(accelerator, reference, batch, [list(range(cfg.optim.micro_batch_size))], cfg)
+    score_rows(accelerator, reference, batch, [[list(range(cfg.optim.micro_batch_size))]], cfg)
     note("scoring")
     unscored = dataclasses.replace(cfg, loss=dataclasses.replace(cfg.loss, kl_weight=0.0))  # the reference is there, but its pass was measured just now
     update_policy(accelerator, policy, None, optimizer, batch, unscored, beta=1.0)
