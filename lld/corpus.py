@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from lld.protocol import Passage
+from lld.protocol import Passage, is_blank
 
 SMALL_BYTES = 1 << 22  # a file up to this size is read into memory at every start and leaves no Arrow file behind
 BATCH_ROWS = 1 << 14
@@ -28,8 +28,7 @@ def parse_passage(line: bytes, where: str) -> Passage:
         (name + contents).encode()  # a lone surrogate would break the tokenizer and the server's reply much later
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{where}: {line[:80]!r} must be a JSON object with \"id\" and \"contents\" in UTF-8 ({error!r}); mend or delete the line") from None
-    visible = any(letter.isprintable() and not letter.isspace() for letter in contents)  # str.strip leaves zero-width letters
-    if not isinstance(record["id"], (str, int)) or isinstance(record["id"], bool) or not visible:
+    if not isinstance(record["id"], (str, int)) or isinstance(record["id"], bool) or is_blank(contents):
         raise ValueError(f"{where}: {line[:80]!r} needs an \"id\" (string or number) and a non-empty \"contents\"; mend or delete the line")
     return Passage(name, contents)
 

@@ -39,16 +39,18 @@ def odd_tokenizer():
 TOKENIZERS = {"plain": make_tokenizer(), "odd": odd_tokenizer()}
 
 
-def check_block(tokenizer, ids: list[int], max_tokens: int) -> str:
-    """What lies between the tags, after all that must hold of any block was asserted."""
+def control_ids(tokenizer) -> set[int]:
+    return {i for i, token in tokenizer.added_tokens_decoder.items() if token.special or str(token) == "<Tool_Call>"}
+
+
+def check_block(tokenizer, ids: list[int], max_tokens: int) -> None:
+    """All that must hold of any block."""
     text = tokenizer.decode(ids)
     assert len(ids) <= max_tokens and text.startswith(protocol.OBSERVATION_HEAD) and text.endswith(protocol.OBSERVATION_TAIL)
     inner = text.removeprefix(protocol.OBSERVATION_HEAD).removesuffix(protocol.OBSERVATION_TAIL)
     assert not re.search(r"</?(think|search|information|answer)>", inner, re.IGNORECASE), inner
     assert protocol.parse_action(inner) == protocol.Action("invalid")
-    controls = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special or str(token) == "<Tool_Call>"}
-    assert not controls & set(ids), inner
-    return inner
+    assert not control_ids(tokenizer) & set(ids), inner
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -109,6 +111,7 @@ def test_random_hostile_text_stays_within_its_block(name):
         assert (ids, num_cut) == render_observation(tokenizer, passages, max_tokens)
         check_block(tokenizer, ids, max_tokens)
         text = "".join(passage.contents for passage in passages)
+        assert not control_ids(tokenizer) & set(protocol.encode_prompt(tokenizer, text)), text
         assert protocol.defuse(protocol.defuse(text)) == protocol.defuse(text) == OLD_TAG.sub(lambda match: f"({match[1]}{match[2].lower()})", text)
         assert protocol.parse_action(text).kind in ("search", "answer", "invalid")
 

@@ -7,6 +7,7 @@ import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import httpx
 import pytest
 
 from lld import tools
@@ -302,6 +303,13 @@ def test_a_reply_that_trickles_is_late(monkeypatch):
         httpd.shutdown()
         httpd.server_close()
     assert time.monotonic() - started < 2
+
+
+@pytest.mark.parametrize("health", [b"no JSON", b"[" * 100_000, b"{}", b"[]", b'{"fingerprint": ["a"]}', b'{"fingerprint": {}}', b'{"fingerprint": null}'])
+def test_a_fingerprint_that_is_none_is_not_known(health):
+    client = Client(["http://there"], timeout_s=5)
+    client.http = httpx.Client(transport=httpx.MockTransport(lambda request: httpx.Response(200, content=health)))
+    assert client.fingerprints() == [None]
 
 
 def test_replicas_of_different_indexes_are_refused(monkeypatch):
