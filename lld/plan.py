@@ -67,7 +67,7 @@ def read_shape(cfg: config.Config) -> Shape:
         if not Path(path).exists() and published.is_file():
             options = json.loads(published.read_text())
             return shape_of(AutoConfig.for_model(options.pop("model_type"), **options))
-        return shape_of(read_shape(cfg.model))
+        return shape_of(policy.read_shape(cfg.model))
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"cannot read the shape of model.path = {path!r}: give a folder with its config.json, or put that file at {published} ({error})") from None
 

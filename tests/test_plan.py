@@ -166,3 +166,9 @@ def test_the_command_prints_and_exits(tmp_path):
     assert (done := call("plan.gpus=1", "plan.gpu_memory_gb=80")).returncode == 2 and "Does not fit" in done.stdout
     assert not any(tmp_path.glob("runs*"))  # nothing was begun
 
+
+
+def test_the_shape_of_a_folder_is_read(lm, tmp_path):
+    lm.save_pretrained(tmp_path)
+    cfg = config.Config(model=config.Model(path=str(tmp_path)))
+    assert plan.read_shape(cfg) == plan.shape_of(lm.config)
