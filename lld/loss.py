@@ -63,7 +63,8 @@ def gate_BT(delta_BT: torch.Tensor, action_ids_BT: torch.Tensor, gate: str) -> t
     write, whose delta may be anything, and k in 1..T for those of the row's k-th action. No gradient flows through a gate.
     """
     written_BT = action_ids_BT > 0
-    delta_BT = torch.where(written_BT, delta_BT.detach(), 0.0)
+    # In float64, so that a sum near 0 does not depend on the order in which a GPU's atomic additions take place.
+    delta_BT = torch.where(written_BT, delta_BT.detach().double(), 0.0)
     if gate == "token":
         return delta_BT > 0
     if gate == "response":

@@ -153,6 +153,13 @@ def test_gates_agree_with_a_loop(gate):
         assert torch.equal(gate_BT(old_BT - logprobs_BT, ids_BT, gate), naive_gates(old_BT - logprobs_BT, ids_BT, gate))
 
 
+@pytest.mark.parametrize("gate", ["action", "response"])
+def test_a_gate_does_not_depend_on_the_order_of_its_sum(gate):
+    """.5 + 1e-9 - .5 is 0 in float32 if taken from the left and 1e-9 if the last two come first; a GPU takes them as they come."""
+    for order in ([0.5, 1e-9, -0.5], [0.5, -0.5, 1e-9]):
+        assert gate_BT(torch.tensor([order]), torch.ones(1, 3, dtype=torch.long), gate).all()
+
+
 @pytest.mark.parametrize("dtype, atol", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_kl_agrees_with_a_loop(dtype, atol):
     logprobs_BT, _, ref_BT, _, _, _ = ragged(0, dtype)
