@@ -10,6 +10,7 @@ POST /retrieve {"queries": [str, …], "topk": int | null, "return_scores": bool
 GET /health → {"status", "corpus_size", "backend", "encoder", "fingerprint"}; GET /stats → queue, batches, latency, cache.
 
 Requests of many clients are searched for in batches. SIGTERM and Ctrl-C let requests under way end; the exit code is then 0.
+PyTorch and FAISS are imported where they are used: a mistaken option or a port in use is told in half a second.
 """
 
 import argparse
@@ -25,7 +26,6 @@ import sys
 import time
 from contextlib import asynccontextmanager
 
-import torch
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -33,10 +33,8 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field, field_validator
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from lld import config, memory
+from lld import config
 from lld.protocol import Passage
-from lld.retrieval import open_retriever
-from lld.serving import Batcher, Busy
 
 GRACE_S = 30  # for requests under way when the server is told to stop
 REQUESTS = 4  # of the largest allowed size that are answered side by side; more is told to ask again
@@ -196,6 +194,8 @@ def encode_result(hits: list[list[Passage]], return_scores: bool) -> bytes:
 def make_app(retriever, topk: int, limits: Limits = Limits(), **batching) -> FastAPI:
     """The web application around an opened retriever; `topk` is used where a request names none, `batching` goes to Batcher."""
 
+    from lld.serving import Batcher, Busy
+
     @asynccontextmanager
     async def lifespan(app: FastAPI):
         yield
@@ -246,6 +246,8 @@ def make_app(retriever, topk: int, limits: Limits = Limits(), **batching) -> Fas
 
 def default_searches() -> int:
     """One where there is a GPU; on a CPU one a core, but no more than 4, lest batches get small."""
+    import torch
+
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return 1 if torch.cuda.is_available() else min(cores, 4)
 
@@ -274,13 +276,13 @@ def parse_options(arguments: list[str] | None = None) -> tuple[config.Retriever,
     parser.add_argument("--request-s", type=float, default=Limits.request_s, help="seconds for a request's headers, and for its body, to arrive, and for a reply to be read on (default %(default)s)")
     parser.add_argument("--max-batch", type=int, default=256, help="queries searched for at once (default %(default)s)")
     parser.add_argument("--max-wait-ms", type=float, default=5.0, help="how long a query may wait for company (default %(default)s)")
-    parser.add_argument("--searches", type=int, default=default_searches(), help="searches side by side (default %(default)s here: the cores, at most 4, or 1 where there is a GPU)")
+    parser.add_argument("--searches", type=int, help="searches side by side (default: one a core, at most 4, or 1 where there is a GPU)")
     parser.add_argument("--cache-mb", type=float, default=256.0, help="memory for searches remembered; 0 for none (default %(default)s)")
     args = parser.parse_args(arguments)
     if not args.host.strip():
         raise ValueError("--host is empty, which would serve every network (an unset variable?): give 127.0.0.1, or 0.0.0.0 if that is meant")
     for name in ("max_queries", "max_topk", "max_passages", "max_body_mb", "max_connections", "request_s", "max_batch", "searches"):
-        if not getattr(args, name) > 0:
+        if getattr(args, name) is not None and not getattr(args, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} = {getattr(args, name)}: must be greater than 0")
     if not 0 <= args.port < 1 << 16:
         raise ValueError(f"--port = {args.port}: must be from 0 (any free one) to 65535")
@@ -330,11 +332,14 @@ def start(arguments: list[str] | None = None) -> None:
     options, args = parse_options(arguments)
     limits = Limits(args.max_queries, args.max_topk, args.max_passages, args.max_body_mb, args.request_s, args.max_connections)
     bound = bind(args.host, args.port)  # at once: opening an index may take minutes
+    from lld import memory
+    from lld.retrieval import open_retriever
+
     own_bytes = args.cache_mb * 1e6 + REQUESTS * limits.passages * REPLY_BYTES + BODIES * limits.body_mb * 1e6
     memory.check_server(own_bytes, options.max_memory_gb)
     retriever = open_retriever(options, own_bytes)
     app = make_app(
-        retriever, options.topk, limits, max_batch=args.max_batch, max_wait_s=args.max_wait_ms / 1000, cache_bytes=args.cache_mb * 1e6, num_searches=args.searches
+        retriever, options.topk, limits, max_batch=args.max_batch, max_wait_s=args.max_wait_ms / 1000, cache_bytes=args.cache_mb * 1e6, num_searches=args.searches or default_searches()
     )  # fmt: skip
     try:
         bound.listen(2048)

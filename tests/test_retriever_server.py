@@ -163,7 +163,7 @@ def test_a_mistake_ends_the_command_with_one_line(arguments, message, monkeypatc
 
 
 def test_a_port_in_use_is_named_before_an_index_is_opened(monkeypatch, capsys):
-    monkeypatch.setattr(retriever_server, "open_retriever", lambda *_: pytest.fail("the index was opened"))
+    monkeypatch.setattr("lld.retrieval.open_retriever", lambda *_: pytest.fail("the index was opened"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         monkeypatch.setattr("sys.argv", ["retriever_server.py", "--backend", "bm25", "--corpus", "x", "--port", port])
@@ -172,6 +172,12 @@ def test_a_port_in_use_is_named_before_an_index_is_opened(monkeypatch, capsys):
     said = capsys.readouterr()
     assert f"error: cannot serve on 127.0.0.1 port {port} (Address already in use): stop what listens there, or choose another --port" in said.err
     assert "http://" not in said.out
+
+
+def test_a_mistake_is_told_before_the_large_libraries_are_imported(tmp_path):
+    program = "import sys, retriever_server; retriever_server.parse_options(['--topk', '3']); print([name for name in ('torch', 'faiss', 'transformers') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
 
 
 def test_a_port_is_held_but_refuses_until_the_index_is_open():
