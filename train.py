@@ -177,7 +177,7 @@ def train(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
         alone = not (sharding.is_sharded(parts.bare) or cfg.optim.cpu_in_rollout)  # whether this process has all that a checkpoint needs
         guard.rescue = functools.partial(write_checkpoint, parts, cfg, step) if box is None and alone else None
         with sharding.optimizer_on_cpu(parts.optimizer, cfg.optim.cpu_in_rollout):
-            episodes, found, failure = play(parts, cfg, step) if box is None else (crashbox.read_episodes(box, step), crashbox.read_dropped(box, step), None)
+            episodes, found, failure = play(parts, cfg, step) if box is None else (crashbox.read_episodes(box, step, cfg.rollout.group_size, parts.lm.get_input_embeddings().num_embeddings), crashbox.read_dropped(box, step), None)
         if failure:
             return stop(parts, cfg, step, *reason(parts, failure))
         clock.lap("rollout")

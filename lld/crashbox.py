@@ -87,8 +87,13 @@ def steps_of(box: Path) -> list[int]:
     return steps
 
 
-def read_episodes(box: Path, step: int) -> list[Episode]:
-    return trajectories.read_episodes(box / "episodes" / f"step_{step:06d}.jsonl")
+def read_episodes(box: Path, step: int, group_size: int, vocabulary: int) -> list[Episode]:
+    """The episodes of a step, in whole groups; ValueError where the file is damaged or of a model with more than `vocabulary` tokens."""
+    path = box / "episodes" / f"step_{step:06d}.jsonl"
+    episodes = trajectories.read_episodes(path, vocabulary)
+    if not episodes or len(episodes) % group_size:
+        raise ValueError(f"{path} holds {len(episodes)} episodes, no whole groups of {group_size} (rollout.group_size): the box is damaged")
+    return episodes
 
 
 def read_dropped(box: Path, step: int) -> dict:

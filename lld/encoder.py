@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 CHARACTERS_A_TOKEN = 128  # what lies beyond is cut before it is tokenized: WordPiece reads words of up to 100 letters
 PASS_TOKENS = {"cpu": 32, "cuda": 2048}  # a forward pass costs this much beyond its tokens: weights to read (measured), kernels to launch (a guess)
@@ -77,7 +77,9 @@ class Encoder:
         self.device = encoder_device(device)
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(name)
-            self.model = AutoModel.from_pretrained(name, dtype=torch.float16 if self.device.type == "cuda" else torch.float32)
+            shape = AutoConfig.from_pretrained(name)
+            shape._attn_implementation = None  # a file may name a kernel on the hub there, which is code
+            self.model = AutoModel.from_pretrained(name, config=shape, dtype=torch.float16 if self.device.type == "cuda" else torch.float32)
         except (OSError, ValueError) as error:
             raise ValueError(f"cannot load the encoder {name!r}: give retriever.encoder a hub name or a folder with model and tokenizer ({error})") from None
         self.model.to(self.device).eval()

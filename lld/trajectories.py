@@ -24,8 +24,38 @@ def from_json(line: str) -> Episode:
     return Episode(**tree | {"question": question, "turns": turns})
 
 
-def read_episodes(path: Path) -> list[Episode]:
-    return [from_json(line) for line in path.read_text().split("\n")[:-1]]
+def read_episodes(path: Path, vocabulary: int) -> list[Episode]:
+    """The episodes of a file that may be somebody else's; ValueError names the line that is none of a model with so many tokens."""
+    if not path.is_file():
+        raise ValueError(f"no file {path}: it is damaged or not of a crash box")
+    episodes = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1], start=1):
+        try:
+            episodes.append(from_json(line))
+            wrong = _wrong(episodes[-1], vocabulary)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            wrong = f"{type(error).__name__}: {error}"
+        if wrong:
+            raise ValueError(f"{path} line {number} is no episode ({wrong}): the file is damaged")
+    return episodes
+
+
+def _wrong(episode: Episode, vocabulary: int) -> str | None:
+    """What keeps an episode from being trained on, None where nothing does."""
+    whole = lambda values, below: all(type(value) is int and 0 <= value < below for value in values)
+    size = len(episode.token_ids)
+    if not whole([*episode.prompt_ids, *episode.token_ids], vocabulary) or not episode.prompt_ids or not size:
+        return f"token ids must be whole numbers below {vocabulary}, in prompt and response"
+    if not len(episode.action_ids) == len(episode.logprobs) == size or not whole(episode.action_ids, size + 1) or not all(isinstance(value, float) for value in episode.logprobs):
+        return "action ids and log-probabilities must be as many numbers as token ids"
+    for turn in episode.turns:
+        places = [turn.start, turn.tag_start, turn.end, turn.observation_end]
+        if not whole(places, size + 1) or places != sorted(places) or not all(isinstance(text, str) for text in (turn.kind, turn.content, *(passage.contents for passage in turn.passages))):
+            return "a turn's offsets or texts are wrong"
+    question = episode.question
+    if not isinstance(question.golden_answers, tuple) or not all(isinstance(text, str) for text in (question.id, question.text, *question.golden_answers)):
+        return "the question's texts are wrong"
+    return None
 
 
 def describe(

@@ -93,6 +93,32 @@ def test_a_replay_writes_nowhere_but_into_the_box(tmp_path):
         crashbox.replay_options(box, [])
 
 
+def good_episode() -> dict:
+    turn = {"start": 0, "end": 2, "observation_end": 3, "kind": "answer", "content": "x", "stop": "eos", "tag_start": 1, "passages": [{"id": "1", "contents": "text", "score": 1.0}], "num_cut_passages": 0, "searched": False}
+    question = {"id": "a/1", "text": "who?", "golden_answers": ["x"], "source": "a", "supporting_titles": []}
+    return {"question": question, "sample": 0, "prompt_ids": [1], "token_ids": [2, 3, 4], "action_ids": [1, 1, 0], "logprobs": [-0.5, -0.5, 0.0], "turns": [turn], "stop_reason": "answer", "failure": ""}
+
+
+@pytest.mark.parametrize("change", [
+    {"token_ids": [2, 3, 10]}, {"token_ids": [2, 3, -1]}, {"token_ids": [2, 3, 4.0]}, {"prompt_ids": []}, {"prompt_ids": "abc"}, {"action_ids": [1, 1]}, {"action_ids": [1, 1, 10**12]}, {"logprobs": [None] * 3},
+    {"turns": [good_episode()["turns"][0] | {"end": 99}]}, {"turns": [good_episode()["turns"][0] | {"start": -5}]}, {"turns": [good_episode()["turns"][0] | {"content": 3}]}, {"turns": [3]}, {"turns": [{}]},
+    {"question": good_episode()["question"] | {"golden_answers": "x"}}, {"question": {}}, {"question": None}, {"evil": 1}, [], "[" * 100_000, "9" * 9000, "",
+], ids=str)  # fmt: skip
+def test_episodes_of_a_box_that_are_none_are_named(tmp_path, change):
+    (tmp_path / "episodes").mkdir()
+    path, good = tmp_path / "episodes" / "step_000002.jsonl", json.dumps(good_episode())
+    path.write_text(f"{good}\n{good}\n")
+    assert len(crashbox.read_episodes(tmp_path, 2, 2, 10)) == 2
+    bad = json.dumps(good_episode() | change) if isinstance(change, dict) else change if isinstance(change, str) else json.dumps(change)
+    path.write_text(f"{good}\n{bad}\n")
+    with pytest.raises(ValueError, match="step_000002.jsonl line 2 is no episode"):
+        crashbox.read_episodes(tmp_path, 2, 2, 10)
+    for text, count in (("", 0), (good + "\n", 1)):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=f"holds {count} episodes, no whole groups of 2"):
+            crashbox.read_episodes(tmp_path, 2, 2, 10)
+
+
 def run_folder(folder: Path, **changes) -> Path:
     """RUN/checkpoints/step_000002 of a run with these options; returns the checkpoint."""
     ckpt = folder / "checkpoints" / "step_000002"
