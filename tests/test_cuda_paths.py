@@ -221,3 +221,4 @@ def test_a_whole_run_trains_and_resumes(whole, name):
     assert found["codes"] == [0, 0] and [row["step"] for row in found["rows"]] == [0, 1]
     assert all(row["skipped_updates"] == 0 for row in found["rows"])
     assert REAL or found["seen"]["graphs"]["replayed"] > 0
+    assert REAL or not any(choice.startswith("math") for choice in found["seen"]["sdpa"])
