@@ -32,7 +32,7 @@ from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gath
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from lld import checkpoint, config, crashbox, metrics, monitor, optimizers, phases, plan, protocol, runs, sharding, survive, tinyworld, trajectories
+from lld import checkpoint, config, crashbox, metrics, monitor, optimizers, phases, plan, protocol, provenance, runs, sharding, survive, tinyworld, trajectories
 from lld.advantages import group_advantages
 from lld.data import Question, load_questions, questions_of_step
 from lld.engine import Engine
@@ -320,6 +320,10 @@ def build(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
     tokenizer = load_tokenizer(cfg.model)
     questions, held_out, search = ([], {}, metrics.Timed(None)) if box else open_world(cfg, tokenizer)
 
+    made_of = provenance.of_input(cfg, questions, held_out, getattr(search.search, "fingerprint", None)) if box is None else {}
+    if resume:
+        provenance.check_input(run_dir, made_of, cfg.loss.kl_weight)
+
     plan.check(cfg)
     start = cfg.model if resumed is None else dataclasses.replace(cfg.model, path=str(resumed))
     lm = load_lm(start)
@@ -345,7 +349,9 @@ def build(guard: survive.Guard, cfg: config.Config, resume: bool, box: Path | No
         first_step, snapshots = state["num_steps"], sharding.load_snapshots(bare, [part["snapshots"] for part in state["parts"]])
     guard.watch(run_dir, accelerator, cfg.run.watchdog_s)
     if accelerator.is_main_process:
+        notice = provenance.begin_session(run_dir, cfg, first_step, made_of, accelerator.num_processes)
         checkpoint.begin_run(run_dir, cfg, first_step)
+        print(f"train.py: {notice}" if notice else "", end="\n" if notice else "", file=sys.stderr)
     accelerator.wait_for_everyone()  # the log is cut to first_step rows before anybody reads it
     if sharded and not (run_dir / "run.json").exists():
         raise ValueError(f"run.dir = {run_dir}: process {accelerator.process_index} does not see what the main process wrote there; choose a folder that all machines share")
@@ -366,7 +372,7 @@ def take_lock(run_dir: Path, accelerator: Accelerator) -> lock.Lock:
     if accelerator.is_main_process:
         try:
             taken = lock.take(run_dir)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             refusal = str(error)
     refusal = broadcast_object_list([refusal])[0]
     if refusal:

@@ -13,13 +13,10 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-import transformers
 import yaml
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
@@ -263,23 +260,19 @@ def check_run_dir(run_dir: Path, cfg: config.Config, resume: bool) -> None:
         return
     if not log.exists():
         raise ValueError(f"--resume: run.dir = {run_dir} holds no run")
-    before, now, defaults = yaml.safe_load(log.read_text()), config.to_dict(cfg), config.to_dict(config.Config())
+    before, now, defaults = runs.read_options(run_dir), config.to_dict(cfg), config.to_dict(config.Config())
+    if not before:
+        raise ValueError(f"--resume: {log} holds no options: restore it, or start a new run with model.path set to a checkpoint")
     for section, options in now.items():
         for name, value in options.items():
-            was = before.get(section, {}).get(name, defaults[section][name])  # an option that is newer than the run had its default
+            was = before.get(f"{section}.{name}", defaults[section][name])  # an option that is newer than the run had its default
             if section != "plan" and f"{section}.{name}" not in config.RESUMABLE and was != value:
-                raise ValueError(f"--resume: {section}.{name} was {was!r} and is {value!r} now; a resumed run keeps its options (free to change: {', '.join(config.RESUMABLE)})")
+                raise ValueError(f"--resume: {section}.{name} was {was!r} and is {value!r} now; a resumed run keeps its options: give `--config {log} --resume`, which has them all (free to change: {', '.join(config.RESUMABLE)})")
 
 
 def begin_run(run_dir: Path, cfg: config.Config, first_step: int) -> None:
     """Writes what is run, and drops rows of steps that will be repeated."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    config.save(cfg, run_dir / "config.partial")
-    os.replace(run_dir / "config.partial", run_dir / "config.yaml")
-    git = shutil.which("git")
-    commit = subprocess.run([git, "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() if git else ""
-    about = {"commit": commit, "torch": torch.__version__, "transformers": transformers.__version__, "python": sys.version.split()[0]}
-    (run_dir / "run.json").write_text(json.dumps(about, indent=1))
+    metrics.replace_file(run_dir / "config.yaml", yaml.safe_dump(config.to_dict(cfg), sort_keys=False), durable=True)
     for name in ("metrics.jsonl", "updates.jsonl", "timings.jsonl"):
         metrics.truncate_rows(run_dir / name, lambda line: json.loads(line)["step"], first_step)
     metrics.truncate_rows(run_dir / "warnings.log", lambda line: int(line.split()[1].rstrip(":")) if line.startswith("step ") else -1, first_step)

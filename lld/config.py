@@ -21,7 +21,8 @@ BENCHMARKS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wiki", "musique", "bamboo
 RESUMABLE = (
     "run.dir", "run.steps", "run.save_every", "run.keep_checkpoints", "run.watchdog_s", "run.trackers", "optim.micro_batch_size",
     "optim.micro_batch_tokens", "rollout.num_slots", "rollout.cuda_graphs", "rollout.max_failed_groups", "retriever.url", "retriever.replicas", "retriever.timeout_s",
-    "retriever.deadline_s", "retriever.retries", "retriever.record", "retriever.empty_results",
+    "retriever.deadline_s", "retriever.retries", "retriever.record", "monitor.crash_box", "monitor.stop_in_phase", "monitor.trajectories_every",
+    "monitor.trajectories_questions", "retriever.empty_results",
 )  # fmt: skip
 # Every option that holds text falls into one of these three (tests/test_security.py). A file that is read back, of a run or a
 # crash box that may be somebody else's, may name neither code nor a place to write; what it may have read is the reader's to say.

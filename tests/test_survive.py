@@ -15,13 +15,14 @@ from http.server import HTTPServer
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from conftest import ROOT
 from test_train import Failing, draw_nothing, refused, rows, write_config
 from tqdm import tqdm
 
 import train
-from lld import checkpoint, config, lock, survive
+from lld import checkpoint, config, lock, provenance, survive
 
 STEPS = 4
 
@@ -612,6 +613,65 @@ def test_a_damaged_manifest_is_named(undisturbed, tmp_path, change, message):
     path.write_text(change(path.read_text()))
     with pytest.raises(ValueError, match=message):
         checkpoint.check(path.parent)
+
+
+@pytest.fixture(scope="module")
+def own_world(folder, undisturbed):
+    """A run of two steps with a world of its own, and KL, so that the start policy is read again."""
+    shutil.copytree(folder / "world", folder / "own_world")
+    world = folder / "own_world"
+    path = small(
+        folder, "own", run={"steps": 2}, loss={"kl_weight": 0.01}, tinyworld={"dir": str(world)}, model={"path": str(world / "policy")}, data={"train": str(world / "train.jsonl")},
+        retriever={"corpus": str(world / "corpus.jsonl")}, eval={"benchmarks": {"tiny": str(world / "heldout.jsonl")}},
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        draw_nothing(patch)
+        assert train.main(["--config", str(path)]) == 0
+    return path, world
+
+
+@pytest.mark.parametrize("name, what", [
+    ("train.jsonl", "questions"), ("heldout.jsonl", "held-out questions tiny"), ("corpus.jsonl", "corpus and index"), ("policy/model.safetensors", "start policy"), ("policy/tokenizer_config.json", "tokenizer"),
+])  # fmt: skip
+def test_input_that_changed_since_the_run_began_is_refused(own_world, folder, capsys, name, what):
+    path, world = own_world
+    before, logged = (world / name).read_bytes(), (folder / "own" / "metrics.jsonl").read_bytes()
+    if name.startswith("policy/model"):
+        weights = safetensors.torch.load(before)
+        changed = safetensors.torch.save({key: weight * 1.01 for key, weight in weights.items()}, {"format": "pt"})
+    elif name.endswith(".jsonl"):
+        changed = b"".join(reversed(before.splitlines(keepends=True))).replace(b"was born", b"was  born")
+    else:
+        changed = before.replace(b"{", b"{\n", 1)
+    (world / name).write_bytes(changed)
+    message = refused(capsys, path, "--resume", "run.steps=3")
+    (world / name).write_bytes(before)
+    assert f"the {what} of {folder / 'own'} changed since the run began" in message and f'delete "{what}" from "inputs" in' in message
+    assert (folder / "own" / "metrics.jsonl").read_bytes() == logged
+
+
+def test_run_json_keeps_every_session_and_other_code_is_told(own_world, folder, capsys, monkeypatch):
+    path, _ = own_world
+    first = json.loads((folder / "own" / "run.json").read_text())
+    assert len(first["sessions"]) == 1 and first["sessions"][0]["first_step"] == 0 and first["sessions"][0]["processes"] == 1 and "start policy" in first["inputs"]
+    assert train.main(["--config", str(path), "--resume", "run.steps=3"]) == 0 and "resumed with other" not in capsys.readouterr().err
+    code = provenance.of_code()
+    monkeypatch.setattr(provenance, "of_code", lambda: code | {"code": "other", "torch": "9.9"})
+    assert train.main(["--config", str(path), "--resume", "run.steps=4", "monitor.trajectories_every=3"]) == 0
+    assert f"resumed with other torch {torch.__version__} -> 9.9, code {code['code']} -> other: from step 3 on" in capsys.readouterr().err
+    told = json.loads((folder / "own" / "run.json").read_text())
+    assert [session["first_step"] for session in told["sessions"]] == [0, 2, 3] and told["torch"] == first["torch"] and told["inputs"] == first["inputs"]
+    assert told["sessions"][2]["changed"] == {"run.steps": [3, 4], "monitor.trajectories_every": [10, 3]}
+
+
+@pytest.mark.parametrize("name, content, message", [
+    ("config.yaml", "", "holds no options: restore it"), ("config.yaml", "run: {dir", "config.yaml is damaged"), ("run.json", "{", "run.json is damaged"), ("run.json", "[]", "run.json is damaged"),
+])  # fmt: skip
+def test_a_damaged_file_of_a_run_is_named_when_it_is_resumed(undisturbed, folder, capsys, name, content, message):
+    shutil.copytree(undisturbed, folder / "damaged", dirs_exist_ok=True)
+    (folder / "damaged" / name).write_text(content)
+    told = refused(capsys, small(folder, "damaged", run={"steps": STEPS + 1}), "--resume")
+    assert message in told and str(folder / "damaged") in told and "Traceback" not in told
 
 
 class Bomb:

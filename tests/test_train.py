@@ -125,7 +125,8 @@ def test_a_folder_that_holds_a_run_is_refused(folder, capsys):
 
 
 def test_a_resumed_run_keeps_its_options(folder, capsys):
-    assert "--resume: optim.lr was 0.001 and is 0.5 now" in refused(capsys, folder / "whole.yaml", "--resume", "optim.lr=0.5")
+    message = refused(capsys, folder / "whole.yaml", "--resume", "optim.lr=0.5")
+    assert "--resume: optim.lr was 0.001 and is 0.5 now" in message and f"give `--config {folder}/whole/config.yaml --resume`" in message
 
 
 @pytest.mark.parametrize("name, remedy", [("mlflow", "pip install mlflow"), ("tensorbord", "accelerate knows aim, ")])
