@@ -237,7 +237,8 @@ def describe_end(run_dir: str | Path) -> str:
     scores, reward = describe_scores(rows, options), _course(rows, "reward/mean", WINDOW)
     lines = [f"{folder}: {rows[-1]['step'] + 1} of {options.get('run.steps', '?')} steps" + (f"; held-out {scores}" if scores else "")]
     if reward:
-        lines[0] += f"; reward {reward['first']:.3f} -> {reward['last']:.3f} (means of the first and last {reward['window']} steps)"
+        which = f"means of the first and last {reward['window']} steps" if reward["window"] > 1 else "first and last step"
+        lines[0] += f"; reward {reward['first']:.3f} -> {reward['last']:.3f} ({which})"
     whole = {path.parent.name: path.parent for path in sorted(folder.glob("checkpoints/step_*[0-9]/manifest.json"), key=lambda path: (len(path.parent.name), path))}
     told = folder / "checkpoints" / "best.json"
     best = json.loads(told.read_text(encoding="utf-8"))["checkpoint"] if told.is_file() else None

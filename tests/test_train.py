@@ -1,5 +1,6 @@
 """train.py as a user runs it: whole runs of a world made in seconds, killed, resumed, refused and deprived of its retriever."""
 
+import errno
 import json
 import os
 import re
@@ -335,6 +336,26 @@ def test_a_run_can_stop_when_a_phase_begins_and_leaves_its_report(folder, capsys
     assert f"{stopped}: 2 of 4 steps; reward " in told.out and "newest checkpoint" in told.out
     assert 'id="content"' in (stopped / "report.html").read_text() and (stopped / "figure.png").read_bytes().startswith(b"\x89PNG")
     assert not list(stopped.glob("partial-*"))
+
+
+@pytest.mark.parametrize("ending, code", [(3, 3), (5, 5), (6, 6), (train.RetrieverError("gone"), 3), (OSError(errno.ENOSPC, "full"), 7), (KeyError("a bug"), 1)], ids=str)
+def test_however_a_run_ends_it_leaves_its_report(tmp_path, monkeypatch, capsys, ending, code):
+    def ends(guard, cfg, *_):
+        guard.run_dir = tmp_path
+        (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, "reward/mean": 0.25}) + "\n")
+        if isinstance(ending, Exception):
+            raise ending
+        return ending
+
+    monkeypatch.setattr(train, "train", ends)
+    call = lambda: train.main(["--config", str(ROOT / "configs" / "tiny.yaml")])
+    if code == 1:
+        with pytest.raises(KeyError):
+            call()
+    else:
+        assert call() == code
+    assert f"{tmp_path / 'report.html'} and {tmp_path / 'figure.png'} show the run" in capsys.readouterr().out
+    assert (tmp_path / "report.html").exists() and (tmp_path / "figure.png").exists()
 
 
 def test_a_collapse_stops_the_run_fills_the_box_and_no_report_hides_why(folder, capsys, monkeypatch):
