@@ -5,12 +5,13 @@
 
 POST /retrieve {"queries": [str, …], "topk": int | null, "return_scores": bool}
   → {"result": [[{"document": {"id", "contents"}, "score"}, …], …]}, or bare documents where return_scores is false.
-  Mistakes of the client are 4xx: 422 for a body of another shape or beyond the limits (a topk of 0 too, which Search-R1's
-  server takes for null), 413 for one too long, 408 for one too slow, 429 where too much is under way; 503 beyond --max-connections.
+  Mistakes of the client are 4xx: 422 for a body of another shape or beyond the limits (a topk of 0 too, which
+  Search-R1's server takes for null), 413 for one too long, 408 for one too slow, 429 where too much is under way;
+  503 beyond --max-connections.
 GET /health → {"status", "corpus_size", "backend", "encoder", "fingerprint"}; GET /stats → queue, batches, latency, cache.
 
-Requests of many clients are searched for in batches. SIGTERM and Ctrl-C let requests under way end; the exit code is then 0.
-PyTorch and FAISS are imported where they are used: a mistaken option or a port in use is told in half a second.
+Requests of many clients are searched for in batches. SIGTERM and Ctrl-C let requests under way end; the exit code
+is then 0. PyTorch and FAISS are imported where they are used: a mistaken option or a port in use is told at once.
 """
 
 import argparse
@@ -38,7 +39,7 @@ from lld.protocol import Passage
 
 GRACE_S = 30  # for requests under way when the server is told to stop
 REQUESTS = 4  # of the largest allowed size that are answered side by side; more is told to ask again
-REPLY_BYTES = 3000  # that a passage of 100 words takes while it is answered: found, as JSON, and on its way (measured)
+REPLY_BYTES = 3000  # a passage of 100 words while it is answered: found, as JSON, on its way (measured)
 BODIES = 16  # of the largest allowed size that are held while they arrive
 HINT = {"service": "a retriever of lld", "POST": '/retrieve {"queries": ["Who wrote Hamlet?"], "topk": 3, "return_scores": true}', "GET": "/health, /stats"}
 
@@ -51,7 +52,7 @@ class Limits:
     topk: int = 1000
     passages: int = 65_536  # queries x topk
     body_mb: float = 16.0
-    request_s: float = 30.0  # for the headers, and for the body, to arrive; and without a byte of the reply read
+    request_s: float = 30.0  # for the headers to arrive, and for the body; without a byte of the reply read
     connections: int = 512
 
 
@@ -68,14 +69,14 @@ class Query(BaseModel):
         try:
             "".join(queries).encode()
         except UnicodeEncodeError:
-            raise ValueError("a lone surrogate is no text") from None  # tokenizers would fail on it, which is a 500
+            raise ValueError("a lone surrogate is no text") from None  # a tokenizer fails on it: a 500
         return queries
 
 
 class BodyLimit:
-    """ASGI middleware that reads bodies whole: 413 to one of more than `max_bytes`, without reading the rest, 408 to a slow one.
+    """ASGI middleware that reads bodies whole, within `max_bytes` and `seconds`.
 
-    All bodies that are arriving take BODIES x max_bytes at most; whoever would exceed that is told 429.
+    Answers 413 to a longer one, without reading the rest, and 408 to a slower one. All bodies that are arriving take BODIES x max_bytes at most; whoever would exceed that is told 429.
     """
 
     def __init__(self, app, max_bytes: float, seconds: float):
@@ -123,9 +124,9 @@ class BodyLimit:
 
 
 def guarded_protocol(limits: Limits) -> type:
-    """uvicorn's HTTP protocol with what it lacks: deadlines for headers and for a reply that is not read, and a bound on connections.
+    """uvicorn's HTTP protocol with deadlines for headers and for the reading of a reply, and a bound on connections.
 
-    (Its own limit_concurrency never closes a connection, and its keep-alive limit ends with the first byte of a request.)
+    uvicorn's limit_concurrency closes no connection, and its keep-alive limit ends with a request's first byte.
     """
 
     class Guarded(AutoHTTPProtocol):
@@ -142,8 +143,8 @@ def guarded_protocol(limits: Limits) -> type:
 
         def data_received(self, data):
             super().data_received(data)
-            if self.cycle is not None and not self.cycle.response_complete:  # the headers are here; the body is BodyLimit's
-                self._disarm()
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._disarm()  # the headers are here; the body is BodyLimit's
             elif self.timer is None:
                 self._arm(self._late)
 
@@ -297,7 +298,8 @@ def parse_options(arguments: list[str] | None = None) -> tuple[config.Retriever,
 def bind(host: str, port: int) -> socket.socket:
     """A socket that holds the address and does not listen yet; ValueError where it cannot be had."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, _, _, address = found[0]
     except (OSError, OverflowError, UnicodeError) as error:
         raise ValueError(f"--host {host} --port {port} is no address of this machine ({error})") from None
     bound = socket.socket(family, kind)
@@ -330,7 +332,10 @@ def serve(app: FastAPI, bound: socket.socket, limits: Limits) -> None:
 def start(arguments: list[str] | None = None) -> None:
     """Takes the port, opens the index, serves."""
     options, args = parse_options(arguments)
-    limits = Limits(args.max_queries, args.max_topk, args.max_passages, args.max_body_mb, args.request_s, args.max_connections)
+    limits = Limits(
+        queries=args.max_queries, topk=args.max_topk, passages=args.max_passages, body_mb=args.max_body_mb,
+        request_s=args.request_s, connections=args.max_connections,
+    )  # fmt: skip
     bound = bind(args.host, args.port)  # at once: opening an index may take minutes
     from lld import memory
     from lld.retrieval import open_retriever
@@ -339,7 +344,8 @@ def start(arguments: list[str] | None = None) -> None:
     memory.check_server(own_bytes, options.max_memory_gb)
     retriever = open_retriever(options, own_bytes)
     app = make_app(
-        retriever, options.topk, limits, max_batch=args.max_batch, max_wait_s=args.max_wait_ms / 1000, cache_bytes=args.cache_mb * 1e6, num_searches=args.searches or default_searches()
+        retriever, options.topk, limits, max_batch=args.max_batch, max_wait_s=args.max_wait_ms / 1000,
+        cache_bytes=args.cache_mb * 1e6, num_searches=args.searches or default_searches(),
     )  # fmt: skip
     try:
         bound.listen(2048)

@@ -60,7 +60,7 @@ def cut_batches(lengths: list[int], most: int, pass_tokens: int) -> list[tuple[i
 
 
 def encoder_device(device: str | None) -> torch.device:
-    """The device with its number: "cuda" alone is GPU 0 in every thread that has not chosen one, as a pool's have not."""
+    """The device with its number: "cuda" alone is GPU 0 in a thread that has not chosen one, as a pool's have not."""
     if (device or "cuda") == "cuda" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(device or "cpu")

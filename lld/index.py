@@ -6,8 +6,8 @@
     FOLDER/manifest.json         written last, with size and checksum of every file
 
 A build works in FOLDER.partial and renames it at the end. Killed, it goes on from the last whole shard; as shards are cut
-and batched by the corpus alone, the folder is the same to the bit (on one machine, with one number of threads). A second
-build of the same folder is refused while the first runs.
+and batched by the corpus alone, the folder is the same to the bit (on one machine, with one number of threads).
+A second build of the same folder is refused while the first runs.
 """
 
 import fcntl
@@ -38,7 +38,7 @@ SHARD_ROWS = 1 << 14  # what a kill can cost: 20 s of encoding on a GPU, minutes
 TRAIN_ROWS = 1 << 18  # vectors that k-means and quantisers are trained on, at most
 WAIT = timedelta(days=7)  # that processes wait for each other, who encode while one trains and adds for hours; torch's own limit is minutes
 SAME_VECTOR = 0.95  # cosine of one passage encoded twice; E5 gives two unrelated passages 0.7 to 0.8
-VERIFY_BYTES = 1e9  # checksums of files up to this size in sum are compared at every opening, which takes a second; others by `check`
+VERIFY_BYTES = 1e9  # files up to this in sum are compared with their checksums at every opening (a second)
 WORD = re.compile(r"\w+")
 
 
@@ -181,7 +181,10 @@ def build_bm25(corpus: Corpus) -> bm25s.BM25:
 
 
 def open_bm25(folder: Path, corpus: Corpus) -> bm25s.BM25:
-    """The BM25 index of an index folder, mapped from the disk; ValueError where its files do not fit each other and the corpus."""
+    """The BM25 index of an index folder, mapped from the disk.
+
+    ValueError where its files do not fit each other and the corpus.
+    """
     remedy = f"delete the folder and build it again (`{BUILD}`)"
     try:
         index = bm25s.BM25.load(folder / "bm25", mmap=True, show_progress=False)
@@ -203,8 +206,8 @@ def build_index(corpus_path: str, out: str, encoder_name: str, index: str = "fla
 
     index: "flat", "hnsw", "ivf-pq", "ivf-sq" or a FAISS factory string; "none" leaves the shards to the torch backend; "bm25"
     needs no encoder. A finished folder of the same corpus and encoder gets this FAISS index instead of the one it has.
-    vectors: a flat FAISS file to copy the vectors from. Raises ValueError where `out` holds something else, or the very same,
-    or is being built by another process.
+    vectors: a flat FAISS file to copy the vectors from. Raises ValueError where `out` holds something else, or the
+    very same, or is being built by another process.
     """
     state, final, folder = PartialState(cpu=not torch.cuda.is_available(), timeout=WAIT), Path(out), Path(f"{out}.partial")
     with state.main_process_first():  # the others find the Arrow file there
@@ -225,7 +228,10 @@ def build_index(corpus_path: str, out: str, encoder_name: str, index: str = "fla
         state.wait_for_everyone()
         if index != "bm25":
             memory.check_build(factory, len(corpus), encoder.dim, TRAIN_ROWS)
-            import_shards(folder, vectors, corpus, encoder, plan) if vectors else encode_shards(folder, corpus, encoder, plan)
+            if vectors:
+                import_shards(folder, vectors, corpus, encoder, plan)
+            else:
+                encode_shards(folder, corpus, encoder, plan)
             state.wait_for_everyone()
         if state.is_main_process:
             if index == "bm25":
@@ -240,7 +246,10 @@ def build_index(corpus_path: str, out: str, encoder_name: str, index: str = "fla
 
 
 def _lock(folder: Path, final: Path) -> int:
-    """A lock on the folder itself, which leaves no file behind and goes with the process; ValueError where another holds it."""
+    """A lock on the folder itself, which leaves no file behind and goes with the process.
+
+    ValueError where another process holds it.
+    """
     if final.exists() and not final.is_dir():
         raise ValueError(f"{final} exists and is no folder: delete it or choose another --out")
     folder.mkdir(parents=True, exist_ok=True)
@@ -350,9 +359,10 @@ def sha256_of(path: Path) -> str:
 
 
 def check_files(folder: Path, files: dict[str, dict], most_bytes: float = VERIFY_BYTES) -> None:
-    """Compares files with the manifest's entries: sizes always, checksums where they are `most_bytes` in sum or fewer.
+    """Compares files with the manifest's entries.
 
-    Raises ValueError with the first file that is not as it was built.
+    Sizes always, checksums where the files are `most_bytes` in sum or fewer. Raises ValueError with the first file
+    that is not as it was built.
     """
     total = sum(about["bytes"] for about in files.values())
     if total > most_bytes:

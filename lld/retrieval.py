@@ -2,7 +2,8 @@
 
 A backend is a class with `search(queries, topk) -> list[list[Passage]]`, best passage first:
 
-- faiss: a FAISS file, on the CPU, mapped from the disk. Search-R1's own `e5_Flat.index` and `wiki-18.jsonl` work as they are.
+- faiss: a FAISS file, on the CPU, mapped from the disk. Search-R1's own `e5_Flat.index` and `wiki-18.jsonl` work as
+  they are.
 - torch: exact search, chunk by chunk, over the float16 shards of an index folder, or over int8 made of them; on all GPUs there
   are, or on the CPU, where float16 shards stay mapped from the disk.
 - bm25: words (k1 0.9, b 0.4), no neural encoder. Without an index folder it is built in memory when opened. A word is a run
@@ -30,7 +31,8 @@ from lld.controls import EmptySearch, OracleSearch, RandomSearch
 from lld.corpus import Corpus
 from lld.encoder import Encoder
 from lld.index import (
-    BUILD, SHARD_ROWS, WORD, Vectors, build_bm25, build_index, built_for, check_files, check_vectors, fingerprint, match_manifest, open_bm25, read_manifest,
+    BUILD, SHARD_ROWS, WORD, Vectors, build_bm25, build_index, built_for, check_files, check_vectors, fingerprint,
+    match_manifest, open_bm25, read_manifest,
 )  # fmt: skip
 from lld.protocol import Passage
 
@@ -74,7 +76,8 @@ class FaissSearch:
             except RuntimeError:  # some compressed indexes cannot give a vector back
                 pass
         check_vectors(str(path), self.index.ntotal, self.index.d, first_D, corpus, encoder)
-        self.flat = None  # a flat index's own rows: PyTorch's product over them takes a fifth of FAISS's time for a batch, half for one
+        # A flat index's own rows: PyTorch's product over them takes a fifth of FAISS's time for a batch, half for one.
+        self.flat = None
         if isinstance(self.index, faiss.IndexFlatIP):
             rows_ND = faiss.rev_swig_ptr(self.index.get_xb(), self.index.ntotal * self.index.d).reshape(-1, self.index.d)
             self.flat = [(0, torch.from_numpy(rows_ND), None)]
@@ -218,7 +221,8 @@ def open_retriever(options: Retriever, reserved_bytes: float = 0.0):
     """The search backend that `options` describe, checked against corpus, encoder and memory; ValueError with the remedy if not.
 
     It has `search`, `backend`, `corpus`, `encoder` (None without one) and `fingerprint`, which changes when its results may.
-    A backend of None is what the index folder was built for, or faiss for a file. `reserved_bytes` of memory are spoken for.
+    A backend of None is what the index folder was built for, or faiss for a file. `reserved_bytes` of memory are
+    spoken for.
     """
     if options.corpus is None:
         raise ValueError("retriever.corpus is null: a search in this process needs a jsonl of {\"id\", \"contents\"}")
@@ -257,7 +261,9 @@ def _refuse_gpus_for_each(options: Retriever) -> None:
         )  # fmt: skip
 
 
-def _open_backend(options: Retriever, path: Path | None, manifest: dict | None, corpus: Corpus, reserved_bytes: float):
+def _open_backend(
+    options: Retriever, path: Path | None, manifest: dict | None, corpus: Corpus, reserved_bytes: float
+):  # fmt: skip
     if options.backend == "random":
         return RandomSearch(corpus)
     if options.backend == "empty":
@@ -309,7 +315,10 @@ def check(folder: Path) -> None:
 def build(args: argparse.Namespace) -> None:
     """Builds, and says what was made and how to serve it."""
     began = time.monotonic()
-    build_index(args.corpus, args.out, args.encoder, args.index, args.max_tokens, batch_size=args.batch_size, shard_rows=args.shard_rows, vectors=args.vectors)
+    build_index(
+        args.corpus, args.out, args.encoder, args.index, args.max_tokens,
+        batch_size=args.batch_size, shard_rows=args.shard_rows, vectors=args.vectors,
+    )  # fmt: skip
     if int(os.environ.get("RANK", 0)):
         return
     manifest = read_manifest(Path(args.out))
@@ -328,7 +337,8 @@ def _is_disk_fault(error: Exception) -> bool:
 
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return True
-    return "requested and" in str(error) or "write error" in str(error)  # numpy's error, which has no errno; FAISS's RuntimeError
+    # numpy's OSError has no errno, FAISS raises a RuntimeError.
+    return "requested and" in str(error) or "write error" in str(error)
 
 
 def main() -> None:

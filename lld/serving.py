@@ -24,7 +24,10 @@ class Busy(RuntimeError):
 
 
 class Cache:
-    """The last searches, by (query, topk) and the index's fingerprint, in `max_bytes` of memory; 0 keeps none. Used by one thread."""
+    """The last searches, by (query, topk) and the index's fingerprint, in `max_bytes` of memory; 0 keeps none.
+
+    Used by one thread.
+    """
 
     def __init__(self, max_bytes: float, fingerprint: str):
         self.max_bytes, self.fingerprint, self.found = max_bytes, fingerprint, collections.OrderedDict()
@@ -52,8 +55,8 @@ class Cache:
 
 def _entry_bytes(query: str, passages: list[Passage]) -> int:
     """What a search takes in the cache; a passage that several searches found counts in each."""
-    texts = sys.getsizeof(query) + sum(sys.getsizeof(passage.id) + sys.getsizeof(passage.contents) for passage in passages)
-    return texts + ENTRY_BYTES + PASSAGE_BYTES * len(passages)
+    texts = [query, *(passage.id for passage in passages), *(passage.contents for passage in passages)]
+    return sum(map(sys.getsizeof, texts)) + ENTRY_BYTES + PASSAGE_BYTES * len(passages)
 
 
 class Batcher:
@@ -63,10 +66,10 @@ class Batcher:
     search's time after the first: those who were just answered ask again, and half a batch costs more than half. A query that
     comes alone after one that was alone is not kept waiting. `num_searches` run side by side, each on one of the threads that
     share what waits: 1 suits a GPU; on a CPU, searches with a core each answer nearly twice as many as one search on two
-    cores. PyTorch's threads are shared out among them, and a search that is alone gets all. The thread that was used last is
-    taken first: its OpenMP team is awake, and one client keeps one thread. A query that waits or runs already is not searched
-    for twice. At most `max_passages` (queries x topk, over all requests under way) are promised at a time, which bounds what
-    replies take. All methods but the search itself run in the event loop.
+    cores. PyTorch's threads are shared out among them, and a search that is alone gets all. The thread that was
+    used last is taken first, so that a lone client keeps one thread and its OpenMP team. A query that waits or runs
+    already is not searched for twice. At most `max_passages` (queries x topk, over all requests under way) are
+    promised at a time, which bounds what replies take. All methods but the search itself run in the event loop.
     """
 
     def __init__(
@@ -79,7 +82,8 @@ class Batcher:
         self.waiting: collections.OrderedDict[tuple[int, str], asyncio.Future] = collections.OrderedDict()
         self.running: dict[tuple[int, str], asyncio.Future] = {}
         self.arrived, self.tasks, self.num_searches, self.num_busy = asyncio.Event(), set(), num_searches, 0
-        self.idle_threads = [ThreadPoolExecutor(1, f"search-{number}") for number in range(num_searches)]  # the last used is the last
+        # The one used last is the last.
+        self.idle_threads = [ThreadPoolExecutor(1, f"search-{number}") for number in range(num_searches)]
         self.num_threads, self.last_batch = torch.get_num_threads(), 0
         self.started, self.latencies_s = time.monotonic(), collections.deque(maxlen=LATENCIES)
         self.counts = collections.Counter(requests=0, queries=0, failed=0, batches=0, searched=0, largest_batch=0)
