@@ -99,6 +99,18 @@ def _read_passage(item: object, where: str) -> Passage:
     return Passage(whole(str(name)) if isinstance(name, str) or is_number(name) else "", whole(contents), score if math.isfinite(score) else 0.0)
 
 
+def _read_body(reply: httpx.Response, end: float, late: TimedOut) -> bytes:
+    """The whole body; raises `late` once the clock passes `end`: httpx's own limit begins anew with every piece."""
+    body = bytearray()
+    for piece in reply.iter_bytes():
+        body += piece
+        if time.monotonic() > end:
+            raise late
+        if len(body) > MAX_REPLY_BYTES:
+            raise Malformed(f"a reply of more than {MAX_REPLY_BYTES} bytes")
+    return bytes(body)
+
+
 class Client:
     """Searches over HTTP on one or several servers of the same index, from any number of threads.
 
@@ -138,16 +150,11 @@ class Client:
         raise type(failure)(f"retriever {address} failed {attempts} with {len(queries)} queries; last reason: {failure}; {REMEDY}")
 
     def _ask(self, address: str, queries: list[str], topk: int, timeout_s: float) -> list[list[Passage]]:
-        end, body = time.monotonic() + timeout_s, bytearray()
+        end = time.monotonic() + timeout_s
         late = TimedOut(f"no reply within {timeout_s:.3g} s (retriever.timeout_s, retriever.deadline_s)")
         try:
             with self.http.stream("POST", address, json={"queries": queries, "topk": topk, "return_scores": True}, timeout=max(timeout_s, 1e-3)) as reply:
-                for piece in reply.iter_bytes():
-                    body += piece
-                    if time.monotonic() > end:  # httpx's own limit begins anew with every piece
-                        raise late
-                    if len(body) > MAX_REPLY_BYTES:
-                        raise Malformed(f"a reply of more than {MAX_REPLY_BYTES} bytes")
+                body = _read_body(reply, end, late)
             if reply.status_code == 200:
                 return read_result(json.loads(body), len(queries), topk)
         except httpx.TimeoutException:
@@ -156,7 +163,7 @@ class Client:
             raise Unreachable(f"{type(error).__name__}: {error}") from None
         except (ValueError, RecursionError) as error:  # not JSON, or not the reply's shape
             raise Malformed(f"{type(error).__name__}: {error}") from None
-        reason = f"status {reply.status_code}: {bytes(body[:200]).decode('utf-8', 'replace')!r}"
+        reason = f"status {reply.status_code}: {body[:200].decode('utf-8', 'replace')!r}"
         if reply.status_code >= 500 or reply.status_code == 429:
             raise ServerFault(reason)
         raise Refused(f"retriever {address} refused the request with {reason}; check that it is a /retrieve server of Search-R1's shape ({REMEDY})")
@@ -166,8 +173,9 @@ class Client:
         found = []
         for address in self.addresses:
             try:
-                fingerprint = self.http.get(address.removesuffix("/retrieve") + "/health", timeout=self.timeout_s).json()["fingerprint"]
-            except (httpx.HTTPError, ValueError, KeyError, TypeError, RecursionError):
+                with self.http.stream("GET", address.removesuffix("/retrieve") + "/health", timeout=self.timeout_s) as reply:
+                    fingerprint = json.loads(_read_body(reply, time.monotonic() + self.timeout_s, TimedOut("/health")))["fingerprint"]
+            except (RetrieverError, httpx.HTTPError, ValueError, KeyError, TypeError, RecursionError):
                 fingerprint = None
             found.append(fingerprint if isinstance(fingerprint, str) else None)
         return found

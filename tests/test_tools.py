@@ -288,6 +288,8 @@ def test_a_reply_that_trickles_is_late(monkeypatch):
             except OSError:
                 pass
 
+        do_GET = do_POST
+
         def log_message(self, *_):
             pass
 
@@ -298,6 +300,7 @@ def test_a_reply_that_trickles_is_late(monkeypatch):
     try:
         with pytest.raises(TimedOut):
             search_over_http(["x"], url=f"http://127.0.0.1:{httpd.server_port}", topk=1, timeout_s=0.4, retries=0)
+        assert Client([f"http://127.0.0.1:{httpd.server_port}"], timeout_s=0.4).fingerprints() == [None]
     finally:
         stop.set()
         httpd.shutdown()
