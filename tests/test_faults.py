@@ -1,5 +1,6 @@
 """Whole runs against a server that is killed, hangs, and lies: what was trained on is what was retrieved, and nothing else."""
 
+import dataclasses
 import json
 import random
 import socket
@@ -84,7 +85,7 @@ def run(folder, name, monkeypatch, share, server_class=Unreliable, arguments=(),
     check_health = train.check_health
     with monkeypatch.context() as patch:
         patch.setattr(train, "collate", spy)
-        patch.setattr(train, "check_health", lambda options: (check_health(options), setattr(handler, "share", share)))
+        patch.setattr(train, "check_health", lambda options: (check_health(dataclasses.replace(options, timeout_s=20)), setattr(handler, "share", share)))
         code = train.main(["--config", str(write_config(folder, name, **tree)), *arguments])
     server.shutdown()
     server.server_close()
