@@ -1,7 +1,7 @@
 """Trains a search agent: `accelerate launch train.py --config configs/tiny.yaml [--resume] [section.option=value …]`.
 
 Exit codes: 0 done; 1 a bug, with its traceback; 2 a mistake in the options; 3 the retriever is gone; 4 stopped by monitor.stop_in_phase;
-5 SIGTERM or SIGINT; 6 numbers that are not finite; 7 the run's folder cannot be written; 8 the watchdog; 9 another process is gone.
+5 SIGTERM, SIGINT or SIGHUP, or the launcher is gone; 6 numbers that are not finite; 7 the run's folder cannot be written; 8 the watchdog; 9 another process is gone.
 """
 
 import argparse

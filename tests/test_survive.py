@@ -1,4 +1,4 @@
-"""Long runs: signals, the watchdog, full disks, numbers that are not finite, hostile checkpoints. Each fault ends or continues as the README's table says."""
+"""Long runs: signals, the watchdog, full disks, numbers that are not finite, hostile checkpoints. Each fault ends or continues as the table of docs/long-runs.md says."""
 
 import builtins
 import json
