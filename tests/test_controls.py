@@ -52,7 +52,7 @@ def test_controls_have_fingerprints_of_their_own(options):
 
 
 def test_backend_options_that_nothing_reads_are_refused():
-    for section, message in [({"backend": "faiss", "dtype": "int8"}, "dtype = 'int8' does nothing with retriever.backend = 'faiss'"), ({"backend": "torch", "rerank": 5}, "rerank = 5 does nothing"), ({"backend": "bm25", "faiss_params": "nprobe=1"}, "does nothing"), ({"max_memory_gb": 0}, "must be greater than 0"), ({"url": None, "corpus": "x", "replicas": ["http://x"]}, "replicas = .* does nothing with retriever.url = null"), ({"deadline_s": 0}, "must be greater")]:
+    for section, message in [({"backend": "faiss", "dtype": "int8"}, "dtype = 'int8' does nothing with retriever.backend = 'faiss'"), ({"backend": "torch", "rerank": 5}, "rerank = 5 does nothing"), ({"backend": "bm25", "faiss_params": "nprobe=1"}, "does nothing"), ({"max_memory_gb": 0}, "must be greater than 0"), ({"url": None, "corpus": "x", "replicas": ["http://x"]}, "replicas = .* does nothing with retriever.url = null"), ({"deadline_s": 0}, "must be greater"), ({"url": None, "corpus": "x", "backend": "bm25", "empty_results": "show"}, "empty_results = 'show' does nothing with retriever.backend = 'bm25'")]:
         with pytest.raises(ValueError, match=message):
             from_dict({"retriever": section})
     with pytest.raises(ValueError, match="may leave 5 episodes of a step, fewer than optim.updates_per_rollout = 10"):
