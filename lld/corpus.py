@@ -58,13 +58,17 @@ class Corpus:
             aside = arrow.with_suffix(f".{os.getpid()}.partial")
             try:
                 arrow.parent.mkdir(parents=True, exist_ok=True)
-                with pa.OSFile(str(aside), "wb") as sink:
-                    self._convert(sink)
-                os.replace(aside, arrow)  # whole or not there, also with several processes at once
+                try:
+                    with pa.OSFile(str(aside), "wb") as sink:
+                        self._convert(sink)
+                    os.replace(aside, arrow)  # whole or not there, also with several processes at once
+                finally:
+                    aside.unlink(missing_ok=True)
             except OSError as error:
-                raise ValueError(f"cannot keep the passages of {path} in {arrow.parent} ({error}): make room there, or set LLD_CACHE to another folder") from None
-            finally:
-                aside.unlink(missing_ok=True)
+                raise ValueError(
+                    f"cannot keep the passages of {path} in {arrow.parent} ({error}): make room there, or set LLD_CACHE "
+                    "to another folder"
+                ) from None
             self._open(pa.memory_map(str(arrow)))
 
     def _open_cached(self, arrow: Path) -> bool:
@@ -134,7 +138,10 @@ def arrow_path(path: str | Path) -> Path:
 
 
 def _open_lines(path: str):
-    return gzip.open(path) if path.endswith(".gz") else open(path, "rb")
+    try:
+        return gzip.open(path) if path.endswith(".gz") else open(path, "rb")
+    except OSError as error:
+        raise ValueError(f"cannot read {path} ({error.strerror}): mend its permissions, or give another corpus") from None
 
 
 def _lines(file, path: str) -> Iterator[bytes]:

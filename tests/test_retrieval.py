@@ -284,6 +284,23 @@ def test_files_that_are_no_corpus_are_refused(tmp_path):
         Corpus(tmp_path / "cut.jsonl.gz")
 
 
+def test_a_corpus_that_cannot_be_read_is_told_from_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    path = write_corpus(tmp_path / "c.jsonl", make_passages(3))
+    monkeypatch.setattr(corpus_module, "SMALL_BYTES", 0)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LLD_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ValueError, match="cannot keep the passages of .*c.jsonl in .*file/corpora .*set LLD_CACHE to another folder"):
+        Corpus(path)
+    monkeypatch.setenv("LLD_CACHE", str(tmp_path / "cache"))
+
+    def denied(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("builtins.open", denied)
+    with pytest.raises(ValueError, match="cannot read .*c.jsonl .Permission denied.: mend its permissions"):
+        Corpus(path)
+
+
 def test_search_r1s_bare_flat_index_works_and_is_checked(tmp_path, corpus_path, encoder_name, options):
     encoder = Encoder(encoder_name)
     index = faiss.index_factory(encoder.dim, "Flat", faiss.METRIC_INNER_PRODUCT)
