@@ -199,7 +199,6 @@ def test_packed_rows_go_through_the_varlen_kernel(quick):
     assert calls["forward"] > calls["backward"] > 0
 
 
-@pytest.mark.xfail(reason="eval.py casts the buffers too")
 def test_the_rotary_frequencies_of_an_evaluation_stay_float32(quick):
     found = result(quick, "evaluating")
     assert found["code"] == 0 and found["weights"] == ["torch.bfloat16"]
