@@ -1,6 +1,6 @@
 """What a run is made of: fingerprints of its input and its code, kept in run.json with every session that wrote into the folder.
 
-They take milliseconds to a second (0.3 s for 170,000 questions): questions are hashed as they were read; a start policy by
+They take milliseconds to a second (0.6 s for 170,000 questions): questions are hashed as they were read; a start policy by
 its small files and 64 places of each large one, which finds other weights but not one flipped byte; the corpus and index by
 what the retriever says of them, which a server of Search-R1 and a recording do not.
 """

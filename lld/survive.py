@@ -11,6 +11,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import sys
 import threading
 import time
@@ -21,7 +22,7 @@ from typing import TextIO
 import torch
 from tqdm import tqdm
 
-from lld.lock import Lock
+from lld.lock import Lock, is_alive
 from lld.metrics import replace_file
 from lld.tools import Unplayed
 
@@ -31,6 +32,8 @@ WAITING = "waiting for the other processes"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # What a signal does in a phase that is not cut short; all others are dropped and repeated.
 FINISHED = {"update": "the update is finished", "logs": "the step is logged", "checkpoint": "the checkpoint is finished", WAITING: "the other processes finish theirs", "report": "the report is finished"}
+ENDED = ("done", "stopped", "given up")  # last phases of a process that ended in order
+GRACE_S = 10.0  # for the main thread to say itself that a process is gone, which it does with gloo; a collective of NCCL just waits
 PATIENCE = 2  # who waits for others waits this many times as long, so that the hung process itself is the one that speaks first
 LINE_S = 60.0  # seconds between two heartbeat lines on the console
 RECENT_STEPS = 20  # whose mean time gives the ETA
@@ -51,6 +54,7 @@ class Guard:
         self.now, self.alive, self.last_line, self.step_times = ("start", 0), time.monotonic(), 0.0, []
         self.handlers, self.over, self.thread, self.consoles = {}, threading.Event(), None, None
         self.lock: Lock | None = None
+        self.saving, self.began, self.missed = threading.Lock(), time.time(), None
         self.outcome = "ended by an error"  # what the heartbeat says in the end
 
     def close(self) -> None:
@@ -147,7 +151,7 @@ class Guard:
     def _write(self) -> None:
         if self.run_dir is None:
             return
-        row = {"rank": self.rank, "pid": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S"), "phase": self.now[0], "step": self.now[1]} | self.last_beat
+        row = {"rank": self.rank, "pid": os.getpid(), "host": socket.gethostname(), "time": time.strftime("%Y-%m-%dT%H:%M:%S"), "phase": self.now[0], "step": self.now[1]} | self.last_beat
         try:
             replace_file(heartbeat_path(self.run_dir, self.rank), json.dumps(row) + "\n")
         except OSError:  # a full disk is told by what must be written; a heartbeat is not
@@ -158,6 +162,10 @@ class Guard:
             allowed_s = self.watchdog_s * (PATIENCE if self.now[0] == WAITING else 1)
             if time.monotonic() - self.alive > allowed_s:
                 self._end(allowed_s)
+            gone = self._gone()
+            self.missed = (self.missed or time.monotonic()) if gone else None
+            if gone and time.monotonic() - self.missed > GRACE_S:
+                self._end_alone(gone)
             # In C, for the case that a hung call never lets this thread run again.
             faulthandler.dump_traceback_later(PATIENCE * self.watchdog_s + 1, exit=True, file=2)
 
@@ -179,10 +187,29 @@ class Guard:
         print(f"\n{text} {self.save_what_stands()}{report}", file=sys.stderr, flush=True)
         os._exit(HUNG)
 
+    def _gone(self) -> str:
+        """The processes of this run and machine that do not exist any more and did not end in order; empty without any."""
+        found = []
+        for rank in set(range(self.num_processes)) - {self.rank}:
+            path = heartbeat_path(self.run_dir, rank)
+            try:
+                row = json.loads(path.read_text()) if path.stat().st_mtime > self.began else {"phase": "done"}  # an earlier launch's
+                if row["phase"] not in ENDED and row["host"] == socket.gethostname() and not is_alive(row["pid"]):
+                    found.append(f"rank {rank} (process {row['pid']}, in phase {row['phase']!r} of step {row['step']})")
+            except (OSError, ValueError, KeyError):
+                pass
+        return ", ".join(found)
+
+    def _end_alone(self, gone: str) -> None:
+        faulthandler.dump_traceback_later(60.0, exit=True, file=2)  # saving may hang as well
+        print(f"\ntrain.py: rank {self.rank}: {gone} is gone, and what this process waits for will not come. {self.save_what_stands()}", file=sys.stderr, flush=True)
+        os._exit(PEER)
+
     def save_what_stands(self) -> str:
         """Saves a checkpoint if the weights stand still, and says how the run goes on."""
         try:
-            folder = self.rescue() if self.rescue is not None else None
+            with self.saving:  # the second of two threads finds it done
+                folder = self.rescue() if self.rescue is not None else None
         except Exception as error:
             return f"No checkpoint could be saved ({error}); --resume continues from the last one."
         return f"Saved {folder}; continue with --resume." if folder else "Continue from the last checkpoint with --resume."

@@ -291,6 +291,34 @@ def test_a_process_that_has_played_its_share_waits_for_the_others_and_names_them
     guard.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("phase, age_s, code", [("update", 0, survive.PEER), ("done", 0, None), ("update", 1000, None)])
+def test_a_process_of_this_machine_that_is_gone_is_noticed_where_no_collective_fails(tmp_path, capsys, monkeypatch, phase, age_s, code):
+    """With NCCL a collective just waits. One that ended in order, or an earlier launch's, is not missed."""
+    codes, ended, guard = [], threading.Event(), survive.Guard()
+
+    def end_thread(found):
+        codes.append(found)
+        ended.set()
+        raise SystemExit
+
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    path = tmp_path / "heartbeat.json"
+    path.write_text(json.dumps({"rank": 0, "pid": child, "host": socket.gethostname(), "phase": phase, "step": 3, "time": "now"}))
+    os.utime(path, (time.time() + 1 - age_s,) * 2)
+    monkeypatch.setattr(survive.os, "_exit", end_thread)
+    monkeypatch.setattr(survive, "GRACE_S", 0.1)
+    guard.watch(tmp_path, Second, 2.0)
+    guard.rescue = lambda: tmp_path / "checkpoints" / "step_000003"
+    assert ended.wait(30 if code else 1.2) == (code is not None) and codes[:1] == ([code] if code else [])
+    guard.close()
+    if code:
+        assert f"rank 1: rank 0 (process {child}, in phase 'update' of step 3) is gone" in (message := capsys.readouterr().err) and "step_000003; continue with --resume" in message
+
+
 def test_the_heartbeat_says_how_fast_and_how_long(undisturbed, tmp_path, capsys):
     guard = survive.Guard()
     guard.run_dir = tmp_path
