@@ -350,7 +350,7 @@ def match_manifest(folder: Path, manifest: dict, options: Retriever) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """The checksum of a file: 1 to 2 GB a second where the disk gives them."""
+    """The checksum of a file, about 1 GB a second on one core where the disk gives it."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while piece := file.read(1 << 22):
