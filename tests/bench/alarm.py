@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -84,7 +84,7 @@ def table() -> tuple[list[dict], str]:
         dead, alive = [run for run in judged if run["collapsed"]], [run for run in judged if not run["collapsed"]]
         caught = [run for run in dead if run[column] is not None]
         delays = sorted(run[column] - run["lost"] for run in caught)
-        middle = f", {delays[0]:+d} to {delays[-1]:+d} steps after the loss, median {delays[len(delays) // 2]:+d}" if len(delays) > 1 else f", {delays[0]:+d} steps after the loss" if delays else ""
+        middle = f", {delays[0]:+d} to {delays[-1]:+d} steps after the loss, median {median(delays):+g}" if len(delays) > 1 else f", {delays[0]:+d} steps after the loss" if delays else ""
         lines.append(f"\n{name}: {len(caught)} of {len(dead)} collapsed runs{middle}; false alarms in {sum(run[column] is not None for run in alive)} of {len(alive)} others")
     return judged, "\n".join(lines)
 
