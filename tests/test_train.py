@@ -98,6 +98,7 @@ def test_a_checkpoint_opens_with_from_pretrained(folder):
 
     path = folder / "whole" / "checkpoints" / "step_000006"
     lm, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    assert len({file.stat().st_mode for file in path.iterdir() if file.is_file()}) == 1, "who may read one file may read all"
     assert lm(torch.tensor([tokenizer.encode("who")])).logits.isfinite().all()
     started = AutoModelForCausalLM.from_pretrained(folder / "world" / "policy")
     assert not torch.equal(lm.get_input_embeddings().weight, started.get_input_embeddings().weight)
