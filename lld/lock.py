@@ -1,9 +1,10 @@
-"""One run folder, one run: a lock that every process of a run holds while it lives, and the launcher that it must not outlive.
+"""One run folder, one run: a lock that every process of a run holds while it lives, and its launcher.
 
-The lock is flock on RUN/.lock: the kernel gives it up when the last process that holds it ends, however it ends, so nothing
-has to be cleaned up. On NFS Linux turns flock into a lock of the server, which other machines see too; a file system that
-refuses locks (Lustre without `-o flock`) or keeps them to the machine (NFS with `local_lock=flock`) does not guard against
-a second run, the first with a warning. This module is imported before torch: it needs the standard library alone.
+The lock is flock on RUN/.lock: the kernel gives it up when the last process that holds it ends, however it
+ends, so nothing has to be cleaned up. On NFS Linux turns flock into a lock of the server, which other machines
+see too; a file system that refuses locks (Lustre without `-o flock`) or keeps them to the machine (NFS with
+`local_lock=flock`) does not guard against a second run, the first with a warning. This module is imported
+before torch: it needs the standard library alone.
 """
 
 import errno
@@ -17,7 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-LAUNCHERS = {"accelerate", "torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"}
+LAUNCHERS = {
+    "accelerate",
+    "torchrun",
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "accelerate.commands.launch",
+}
 
 
 class Gone(OSError):
@@ -57,11 +64,14 @@ class Lock:
 
 
 def take(run_dir: Path, rank: int = 0) -> Lock:
-    """The lock of a run's folder, for one of its processes; ValueError, with who holds it, where another run does.
+    """The lock of a run's folder, for one of its processes; ValueError with who holds it where another run does.
 
-    Rank 0 first: it proves with an exclusive lock that nobody else is there, then shares it with its other processes.
+    Rank 0 first: it proves with an exclusive lock that nobody else is there, then shares it with the others.
     """
-    lock = Lock(run_dir, made=[] if rank else [path for path in (run_dir, *run_dir.absolute().parents) if not path.exists()])
+    lock = Lock(
+        run_dir,
+        made=[] if rank else [path for path in (run_dir, *run_dir.absolute().parents) if not path.exists()],
+    )
     path = run_dir / ".lock"
     while True:
         try:
@@ -80,9 +90,17 @@ def take(run_dir: Path, rank: int = 0) -> Lock:
         except OSError as error:
             if lock.file is None:
                 raise
-            print(f"train.py: {path} cannot be locked ({error}): nothing guards this run against a second one in the same folder", file=sys.stderr)
+            print(
+                f"train.py: {path} cannot be locked ({error}): a second run in the same folder would not be refused",
+                file=sys.stderr,
+            )
             return lock
-    me = {"rank": rank, "pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%dT%H:%M:%S")}
+    me = {
+        "rank": rank,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "since": time.strftime("%Y-%m-%dT%H:%M:%S"),
+    }
     if rank == 0:
         lock.file.truncate(0)
     lock.file.write(json.dumps(me) + "\n")
@@ -101,11 +119,14 @@ def in_use(run_dir: Path) -> str:
         try:
             row = json.loads(line)
             if row["host"] != here or is_alive(row["pid"]):
-                holders.append(f"process {row['pid']} on {row['host']} (rank {row['rank']}, since {row['since']})")
+                holders.append(
+                    f"process {row['pid']} on {row['host']} (rank {row['rank']}, since {row['since']})"
+                )
         except (ValueError, KeyError, TypeError):  # being written
             pass
     who = ", ".join(holders[:3]) + (f" and {len(holders) - 3} more" if len(holders) > 3 else "")
-    return f"run.dir = {run_dir} is in use by {who or f'another process (`fuser -v {run_dir}/.lock` names it)'}: wait until it ends or end it, or choose another run.dir"
+    who = who or f"another process (`fuser -v {run_dir}/.lock` names it)"
+    return f"run.dir = {run_dir} is in use by {who}: wait until it ends or end it, or choose another run.dir"
 
 
 def is_alive(pid: int) -> bool:
@@ -120,8 +141,8 @@ def is_alive(pid: int) -> bool:
 
 
 def launcher() -> int | None:
-    """The process id of the launcher (`accelerate launch`, `torchrun`) whose child this process is; None where a shell, nohup,
-    a scheduler or another program started it, whose end means nothing."""
+    """The process id of the launcher (`accelerate launch`, `torchrun`) whose child this process is; None where a
+    shell, nohup, a scheduler or another program started it, whose end means nothing."""
     parent = os.getppid()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return parent

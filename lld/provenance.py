@@ -1,8 +1,8 @@
-"""What a run is made of: fingerprints of its input and its code, kept in run.json with every session that wrote into the folder.
+"""What a run is made of: fingerprints of its input and code, kept in run.json with every session of the run.
 
-They take milliseconds to a second (0.6 s for 170,000 questions): questions are hashed as they were read; a start policy by
-its small files and 64 places of each large one, which finds other weights but not one flipped byte; the corpus and index by
-what the retriever says of them, which a server of Search-R1 and a recording do not.
+They take milliseconds to a second (0.6 s for 170,000 questions): questions are hashed as they were read; a start
+policy by its small files and 64 places of each large one, which finds other weights but not one flipped byte;
+the corpus and index by what the retriever says of them, which a server of Search-R1 and a recording do not.
 """
 
 import hashlib
@@ -24,21 +24,39 @@ from lld.data import Question
 
 ROOT = Path(__file__).parent.parent
 PLACES, BLOCK = 64, 4096  # of a file that are read; smaller files whole
-TOKENIZER, WEIGHTS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.jinja", "special_tokens_map.json"), ("*.safetensors", "*.bin", "config.json", "generation_config.json")
+TOKENIZER, WEIGHTS = (
+    ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.jinja", "special_tokens_map.json"),
+    ("*.safetensors", "*.bin", "config.json", "generation_config.json"),
+)
 
 
-def of_input(cfg: config.Config, questions: Sequence[Question], held_out: dict[str, Sequence[Question]], index: str | None) -> dict[str, str]:
+def of_input(
+    cfg: config.Config,
+    questions: Sequence[Question],
+    held_out: dict[str, Sequence[Question]],
+    index: str | None,
+) -> dict[str, str]:
     """Fingerprints by name; what cannot be known is left out."""
-    found = {"questions": of_questions(questions)} | {f"held-out questions {name}": of_questions(some) for name, some in held_out.items()}
+    found = {"questions": of_questions(questions)} | {
+        f"held-out questions {name}": of_questions(some) for name, some in held_out.items()
+    }
     found |= {"corpus and index": index} if index else {}
     folder = folder_of_model(cfg.model.path)
-    return found | ({"tokenizer": of_files(folder, TOKENIZER), "start policy": of_files(folder, WEIGHTS)} if folder else {})
+    return found | (
+        {"tokenizer": of_files(folder, TOKENIZER), "start policy": of_files(folder, WEIGHTS)}
+        if folder
+        else {}
+    )
 
 
 def of_questions(questions: Iterable[Question]) -> str:
     digest = hashlib.sha256()
     for question in questions:
-        digest.update(repr((question.id, question.text, question.golden_answers, question.source)).encode("utf-8", "surrogatepass"))
+        digest.update(
+            repr((question.id, question.text, question.golden_answers, question.source)).encode(
+                "utf-8", "surrogatepass"
+            )
+        )
     return digest.hexdigest()[:16]
 
 
@@ -73,8 +91,18 @@ def of_code() -> dict[str, str]:
     for path in sorted([ROOT / "train.py", *(ROOT / "lld").glob("*.py")]):
         digest.update(path.name.encode() + path.read_bytes())
     git = shutil.which("git")
-    commit = subprocess.run([git, "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip() if git else ""
-    return {"commit": commit, "torch": torch.__version__, "transformers": transformers.__version__, "python": sys.version.split()[0], "code": digest.hexdigest()[:16]}
+    commit = (
+        subprocess.run([git, "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        if git
+        else ""
+    )
+    return {
+        "commit": commit,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": sys.version.split()[0],
+        "code": digest.hexdigest()[:16],
+    }
 
 
 def read(run_dir: Path) -> dict:
@@ -90,22 +118,54 @@ def check_input(run_dir: Path, now: dict[str, str], kl_weight: float) -> None:
         matters = name != "start policy" or kl_weight > 0  # else the weights come from the checkpoint alone
         if matters and before.get(name, value) != value:
             raise ValueError(
-                f"--resume: the {name} of {run_dir} changed since the run began (fingerprint {before[name]}, now {value}): it would be another run from here on. "
-                f"Restore what was there, or start a new run from a checkpoint (model.path); to go on all the same delete {json.dumps(name)} from \"inputs\" in {run_dir / 'run.json'}"
+                f"--resume: the {name} of {run_dir} changed since the run began (fingerprint {before[name]}, now "
+                f"{value}): it would be another run from here on. Restore what was there, or start a new run from a "
+                f"checkpoint (model.path); to go on all the same delete {json.dumps(name)} from \"inputs\" in "
+                f"{run_dir / 'run.json'}"
             )
 
 
-def begin_session(run_dir: Path, cfg: config.Config, first_step: int, now: dict[str, str], num_processes: int) -> str | None:
-    """Adds this session to run.json, and says what computes otherwise than in the one before (None: nothing, or there was none).
+def begin_session(
+    run_dir: Path, cfg: config.Config, first_step: int, now: dict[str, str], num_processes: int
+) -> str | None:
+    """Adds this session to run.json, and says what computes otherwise than in the one before, if anything does.
 
     Of inputs the first session's are kept, of options that changed the old and the new value.
     """
     about, code = read(run_dir), of_code() | {"processes": num_processes, "threads": torch.get_num_threads()}
-    sessions = about.get("sessions") or ([{"first_step": 0} | {name: value for name, value in about.items() if name != "inputs"}] if about else [])
+    sessions = about.get("sessions") or (
+        [{"first_step": 0} | {name: value for name, value in about.items() if name != "inputs"}]
+        if about
+        else []
+    )
     was, options = runs.read_options(run_dir), runs._flat(config.to_dict(cfg))
-    changed = {name: [was[name], value] for name, value in json.loads(json.dumps(options)).items() if name in was and was[name] != value and name.split(".")[0] != "plan"}
-    session = {"first_step": first_step, "time": time.strftime("%Y-%m-%dT%H:%M:%S"), "host": os.uname().nodename} | code | ({"changed": changed} if changed else {})
+    changed = {
+        name: [was[name], value]
+        for name, value in json.loads(json.dumps(options)).items()
+        if name in was and was[name] != value and name.split(".")[0] != "plan"
+    }
+    session = (
+        {"first_step": first_step, "time": time.strftime("%Y-%m-%dT%H:%M:%S"), "host": os.uname().nodename}
+        | code
+        | ({"changed": changed} if changed else {})
+    )
     first = {name: about.get(name, code[name]) for name in ("commit", "torch", "transformers", "python")}
-    metrics.replace_file(run_dir / "run.json", json.dumps(first | {"inputs": now | about.get("inputs", {}), "sessions": [*sessions, session]}, indent=1) + "\n", durable=True)
-    different = [f"{name} {sessions[-1][name]} -> {value}" for name, value in code.items() if sessions and name in sessions[-1] and sessions[-1][name] != value]
-    return f"resumed with other {', '.join(different)}: from step {first_step} on this need not be, bit for bit, the run it would have been (run.json keeps both)" if different else None
+    metrics.replace_file(
+        run_dir / "run.json",
+        json.dumps(
+            first | {"inputs": now | about.get("inputs", {}), "sessions": [*sessions, session]}, indent=1
+        )
+        + "\n",
+        durable=True,
+    )
+    different = [
+        f"{name} {sessions[-1][name]} -> {value}"
+        for name, value in code.items()
+        if sessions and name in sessions[-1] and sessions[-1][name] != value
+    ]
+    return (
+        f"resumed with other {', '.join(different)}: from step {first_step} on this need not be, bit for bit, the "
+        "run it would have been (run.json keeps both)"
+        if different
+        else None
+    )
