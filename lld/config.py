@@ -182,7 +182,7 @@ class Plan:
 
     gpus: int | None = None  # processes, one on each GPU; null: as many as the launcher started
     gpu_memory_gb: float | None = None  # of one GPU, 10^9 bytes; null: what the one here has
-    shard: Literal["launcher", "fsdp", "fsdp_offload", "none"] = "launcher"  # whether weights, gradients and optimizer are spread over the GPUs, or lie in CPU memory; launcher: as accelerate is configured
+    shard: Literal["launcher", "fsdp", "none"] = "launcher"  # whether weights, gradients and optimizer are spread over the GPUs; launcher: as accelerate is configured
     prompt_tokens: int = 200  # of an episode
     written_tokens: int = 300  # by the model, in an episode
     observation_tokens: int = 1000  # read from searches, in an episode

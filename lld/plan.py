@@ -80,7 +80,6 @@ class Setup:
     sharded: bool  # FSDP2
     on_gpu: bool
     memory: float | None
-    offloaded: bool = False  # FSDP2's shards lie in CPU memory
 
 
 def read_setup(cfg: config.Config) -> Setup:
@@ -89,22 +88,23 @@ def read_setup(cfg: config.Config) -> Setup:
     on_gpu = here or told.gpus is not None or told.gpu_memory_gb is not None
     processes = told.gpus or int(os.environ.get("WORLD_SIZE", 1))
     launched = sharding.asked("FSDP") and processes > 1
-    offloaded = launched and os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true" if told.shard == "launcher" else told.shard == "fsdp_offload" and processes > 1
-    sharded = launched if told.shard == "launcher" else offloaded or told.shard == "fsdp" and processes > 1
+    sharded = launched if told.shard == "launcher" else told.shard == "fsdp" and processes > 1
     if told.gpu_memory_gb is not None:
         available = told.gpu_memory_gb * GB
     elif here:
         available = float(torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", 0))).total_memory)
     else:
         available = None if on_gpu else memory.available_bytes() / int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    return Setup(processes, sharded, on_gpu, available, offloaded)
+    return Setup(processes, sharded, on_gpu, available)
 
 
-def cache_sizes(prompt: int, longest: int) -> tuple[int, int]:
-    """Tokens a slot of the engine's cache has room for, before and after it grows for the last time (decoder.grown)."""
+def cache_sizes(prompt: int, longest: int, on_gpu: bool = False) -> tuple[int, int]:
+    """Tokens a slot of the engine's cache has room for, before and after it grows for the last time; on a GPU it never does (decoder.SlotCache)."""
+    if on_gpu:
+        return 0, decoder.grown(0, longest)
     before = size = decoder.LENGTH_BUCKET
     while size < longest:
-        before, size = size, decoder.grown(size, max(prompt, size + 1))
+        before, size = size, decoder.grown(size, max(prompt, size + 1), longest)
     return before, size
 
 
@@ -118,9 +118,8 @@ def estimate(cfg: config.Config, shape: Shape, setup: Setup) -> dict[str, dict[s
     stream = 2 if half and (stored == 2 or setup.sharded) else 4  # of the residual stream, which autocast leaves in the type of the weights
     N, C, L, A, F, V = shape.params, shape.hidden, shape.layers, shape.query, shape.ffn, shape.vocab
 
-    here = 0 if setup.offloaded else 1 / share  # the part of weights, gradients and moments on the device
-    always = {"weights": N * stored * here, "optimizer": N * {"adamw": 8, "adamw_8bit": 2 + 2 * 4 / 256, "adamw_offload": 0}[optim.name] * here}
-    always |= {name: N * stored * here for name, there in (("reference", cfg.loss.kl_weight > 0), ("anchor", cfg.loss.lld_lag_steps > 0)) if there}
+    always = {"weights": N * stored / share, "optimizer": N * {"adamw": 8, "adamw_8bit": 2 + 2 * 4 / 256, "adamw_offload": 0}[optim.name] / share}
+    always |= {name: N * stored / share for name, there in (("reference", cfg.loss.kl_weight > 0), ("anchor", cfg.loss.lld_lag_steps > 0)) if there}
     if setup.sharded or half and stored == 4:
         always["rollout copy"] = float(N * compute)
     cast = 2 if half and stored == 4 and not setup.sharded else 0  # bytes of a weight's copy under autocast
@@ -128,18 +127,18 @@ def estimate(cfg: config.Config, shape: Shape, setup: Setup) -> dict[str, dict[s
     root = shape.head * (1 if shape.tied else 2)  # FSDP2 gathers layers one ahead; embedding and head stay until a pass is over
     gathered = {"FSDP": float(compute * (2 * shape.layer_params + root))} if setup.sharded else {}
 
-    before, size = cache_sizes(min(cfg.plan.prompt_tokens, rollout.max_prompt_tokens), rollout.max_episode_tokens)
+    before, size = cache_sizes(min(cfg.plan.prompt_tokens, rollout.max_prompt_tokens), rollout.max_episode_tokens, setup.on_gpu)
     slot_token = 2 * L * shape.kv * compute
-    sampling = {"logits": rollout.num_slots * V * (16 + compute % 4 + 24 * (rollout.top_p < 1))}  # logits, their log-probabilities, probabilities, these padded; top-p may sort all
+    sampling = {"logits": rollout.num_slots * V * (16 + 24 * (rollout.top_p < 1))}  # in float32: logits, their log-probabilities, probabilities, these padded; top-p may sort all
     rows = max(1, min(engine.PASS_TOKENS // (rollout.max_observation_tokens + 1), rollout.num_slots))
-    mask = 5 * rollout.max_episode_tokens * (compute == 4)  # as bool and as numbers; the GPU's kernel needs none
-    reading = {"activations": rows * (rollout.max_observation_tokens + 1) * (2 * C * stream + A * stream + 3 * F * compute + mask)}
+    mask = 0 if half else rollout.max_episode_tokens * (5 + 4 * setup.on_gpu * A // shape.kv)  # as bool and as numbers, on a GPU for each query head of a key head; the varlen kernel needs none
+    reading = {"activations": rows * (rollout.max_observation_tokens + 1) * ((2 * C + A + 2 * shape.kv) * compute + 4 * F * compute + mask)}
     growing = {"cache growing": rollout.num_slots * before * slot_token}
     phases = {"rollout": always | {"optimizer": always["optimizer"] * (not optim.cpu_in_rollout)} | {"KV cache": rollout.num_slots * size * slot_token} | max(sampling, reading, growing, key=total)}
 
     tokens, written = micro_batch(cfg)
     width = min(V, max(1024, policy.SLICE_LOGITS.get("cuda" if setup.on_gpu else "cpu", 2**27) // written))
-    slices = (written * width * (12 + compute % 4) if width < V else written * V * (8 + compute % 4)) + width * C * cast  # the slice before is still there
+    slices = (written * width * 12 if width < V else written * V * 8) + width * C * cast  # in float32; the slice before is still there
     last = tokens * C * (12 if stream == 4 else 8) + written * C * (stream + compute % 4)  # what the final norm and the head read
     reading = {"activations": tokens * pass_bytes(shape, stream, compute)}
     scoring = {"activations": tokens * C * stream + written * C * (stream + compute % 4), "logits": slices}
@@ -148,7 +147,7 @@ def estimate(cfg: config.Config, shape: Shape, setup: Setup) -> dict[str, dict[s
     # The peak is one of three: the end of the forward pass, the head going backward, the last layer going backward.
     saved = saved_bytes(shape, stream, compute)
     kept = tokens * L * (C * stream if cfg.model.gradient_checkpointing else saved)
-    gradients = {"gradients": N * 4 * here * (1 if setup.sharded or setup.processes == 1 else 2)}  # DDP's buckets are a second copy
+    gradients = {"gradients": N * 4 / share * (1 if setup.sharded or setup.processes == 1 else 2)}  # DDP's buckets are a second copy
     if setup.sharded:
         gathered["FSDP"] += 2 * shape.layer_params * (compute + 4) + shape.head * compute  # gradients on their way
     ends = [copy | {"activations": kept + last, "logits": slices}]
@@ -160,6 +159,33 @@ def estimate(cfg: config.Config, shape: Shape, setup: Setup) -> dict[str, dict[s
     if setup.on_gpu:
         phases = {name: kinds | {"CUDA, fragments": CONTEXT + FRAGMENTS * total(kinds)} for name, kinds in phases.items()}
     return phases
+
+
+def local_processes(setup: Setup) -> int:
+    """Processes of one machine: as launched, and of GPUs elsewhere no more than eight."""
+    launched = os.environ.get("LOCAL_WORLD_SIZE")
+    return int(launched) if launched and int(os.environ.get("WORLD_SIZE", 1)) == setup.processes else min(setup.processes, 8)
+
+
+def host_memory(cfg: config.Config, shape: Shape, setup: Setup) -> dict[str, dict[str, float]]:
+    """Bytes of CPU memory of one machine with GPUs, by kind: while models are opened, and while the run goes on.
+
+    Every process opens each model whole, in float32, and places it before it opens the next (train.build).
+    """
+    N, processes = shape.params, local_processes(setup)
+    half = cfg.model.mixed_precision == "bf16"
+    share = setup.processes if setup.sharded else 1
+    stored = 2 if half and cfg.optim.name == "adamw_offload" else 4
+    offloaded = {"float32 weights": 4.0 * N * processes} if cfg.optim.name == "adamw_offload" else {}
+    opening = {"a whole model in each process": 4.0 * N * processes} | offloaded
+    running = offloaded | ({"gradients, moments": 12.0 * N * processes} if offloaded else {})
+    if cfg.optim.cpu_in_rollout and not offloaded:
+        running["moments in a rollout"] = 8.0 * N / share * processes
+    if cfg.loss.lld_lag_steps:
+        running["snapshots"] = float(stored) * N / share * processes * (cfg.loss.lld_lag_steps + 1)
+    if cfg.monitor.crash_box:
+        running["crash box"] = 2.0 * N * (stored + (12 if offloaded else {"adamw": 8, "adamw_8bit": 2}[cfg.optim.name]))
+    return {"opening models": opening, "training": running | {"a checkpoint's weights": float(4 if setup.sharded else stored) * N}}
 
 
 def total(kinds: dict[str, float]) -> float:
@@ -227,11 +253,7 @@ def times(cfg: config.Config, shape: Shape, setup: Setup) -> Times:
         share = setup.processes if setup.sharded else 1
         moved = 16 if optim.name == "adamw_8bit" else 28
         parts["optimizer"] = (optim.updates_per_rollout * N / share * moved / bandwidth, f"{optim.updates_per_rollout} x {moved} bytes a weight")
-    if setup.offloaded:
-        moved = N * ((scored + 2) * micro * 4 + micro * 4)
-        parts["communication"] = (moved / (told.host_gb_s * GB), f"{moved / GB:,.0f} GB of weights and gradients between GPU and CPU memory, as if nothing hid it")
-        parts["optimizer"] = (optim.updates_per_rollout * N / setup.processes * 28 / (told.cpu_gb_s * GB), f"{optim.updates_per_rollout} x 28 bytes a weight in CPU memory")
-    elif setup.sharded:
+    if setup.sharded:
         moved = N * ((scored + 2) * micro * compute + micro * 4 + compute)
         parts["communication"] = (moved / (told.link_gb_s * GB), f"{moved / GB:,.0f} GB of weights and gradients between GPUs, as if nothing hid it")
     elif setup.processes > 1:
@@ -286,7 +308,7 @@ def remedies(cfg: config.Config, shape: Shape, setup: Setup) -> list[str]:
             if number >= setup.processes:
                 whole = replace(cfg, optim=replace(cfg.optim, name="adamw"))
                 changes[f"sharded over {number} GPUs (FSDP)"] = (whole, replace(setup, processes=number, sharded=True))
-    elif setup.processes < 8 and not setup.offloaded:
+    elif setup.processes < 8:
         changes["sharded over 8 GPUs"] = (cfg, replace(setup, processes=8))
     if cfg.loss.kl_weight > 0:
         changes["loss.kl_weight=0"] = (replace(cfg, loss=replace(cfg.loss, kl_weight=0.0)), setup)
@@ -306,12 +328,13 @@ def describe(cfg: config.Config, shape: Shape, setup: Setup) -> str:
     """The plan as it is printed."""
     device = "GPU" if setup.on_gpu else "CPU process"
     limit = f" of {setup.memory / GB:.1f} GB" if setup.memory else ""
-    how = "weights, gradients and optimizer sharded" + ", in CPU memory" * setup.offloaded if setup.sharded else "each with the whole model" if setup.processes > 1 else "not sharded"
+    how = "weights, gradients and optimizer sharded" if setup.sharded else "each with the whole model" if setup.processes > 1 else "not sharded"
     phases = estimate(cfg, shape, setup)
     unit, name = (GB, "GB") if max(map(total, phases.values())) > GB else (1e6, "MB")
     kinds = list(dict.fromkeys(kind for parts in phases.values() for kind in parts))
     tokens, written = micro_batch(cfg)
-    lines = [
+    lines = [] if setup.on_gpu else ["No GPU here: this is the plan of a CPU process. For GPUs elsewhere: plan.gpus=8 plan.gpu_memory_gb=80, and plan.shard=fsdp for sharded weights.", ""]
+    lines += [
         f"{cfg.model.path}: {shape.params / 1e9:.2f} B parameters, {shape.layers} layers of {shape.hidden}, vocabulary {shape.vocab:,}{' (tied)' if shape.tied else ''}",
         f"{setup.processes} {device}{'s' * (setup.processes > 1 and setup.on_gpu)}{'es' * (setup.processes > 1 and not setup.on_gpu)}{limit}, {how}; {cfg.optim.name}, "
         f"{cfg.model.mixed_precision if setup.on_gpu else 'no'} mixed precision, gradient checkpointing {'on' if cfg.model.gradient_checkpointing else 'off'}",
@@ -321,14 +344,10 @@ def describe(cfg: config.Config, shape: Shape, setup: Setup) -> str:
     ]
     lines += [f"{kind:22}" + "".join(f"{parts[kind] / unit:16.2f}" if parts.get(kind) else f"{'':16}" for parts in phases.values()) for kind in kinds if any(parts.get(kind) for parts in phases.values())]
     lines += [f"{'sum':22}" + "".join(f"{total(parts) / unit:16.2f}" for parts in phases.values())]
-    if cfg.optim.name == "adamw_offload" or setup.offloaded:
-        each = 16 / setup.processes + 4 * (cfg.loss.kl_weight > 0) / setup.processes if setup.offloaded else 16
-        lines += [f"and {each * shape.params / GB:.1f} GB of CPU memory a process for weights, gradients and moments{' and the reference' * (setup.offloaded and cfg.loss.kl_weight > 0)} in float32"]
-    if cfg.monitor.crash_box:
-        always = phases["optimizer step"]
-        moments = always["optimizer"] or 8 * shape.params
-        lines += [f"and {2 * (always['weights'] + moments) / GB:.1f} GB of CPU memory of the main process for the crash box: weights and moments, twice"]
     if setup.on_gpu:
+        number = local_processes(setup)
+        lines += ["", f"CPU memory of each machine ({number} process{'es' * (number > 1)}), {name}:"]
+        lines += [f"  {phase:14}{total(kinds) / unit:8.2f}  {', '.join(f'{kind} {size / unit:.2f}' for kind, size in kinds.items())}" for phase, kinds in host_memory(cfg, shape, setup).items()]
         step = times(cfg, shape, setup)
         seconds = sum(part for part, _ in step.parts.values())
         told = cfg.plan
@@ -367,8 +386,6 @@ def main(cfg: config.Config) -> int:
     if first:
         lines = "\n".join(remedies(cfg, shape, setup))
         print(f"\nDoes not fit: phase {phase!r} needs {peak / GB:.1f} GB and there are {setup.memory / GB:.1f}. What would, and what it would take:\n{lines}")
-        if not setup.on_gpu:
-            print("For GPUs that are not here say plan.gpus=8 plan.gpu_memory_gb=80, and plan.shard=fsdp for sharded weights.")
     return 2
 
 
@@ -380,6 +397,7 @@ def check(cfg: config.Config) -> None:
     if not torch.cuda.is_available():
         return
     shape = read_shape(cfg)
+    check_host(cfg, shape, setup)
     phases = estimate(cfg, shape, setup)
     fixed = max(total({kind: size for kind, size in kinds.items() if kind in ("weights", "optimizer", "reference", "anchor", "gradients", "rollout copy")}) for kinds in phases.values())
     peak = max(map(total, phases.values()))
@@ -388,3 +406,19 @@ def check(cfg: config.Config) -> None:
         raise ValueError(f"weights, gradients, optimizer and copies alone take {told.format(fixed / GB)}")
     if told and os.environ.get("RANK", "0") == "0":
         print(f"train.py: with episodes as long as allowed this run takes {told.format(peak / GB)}", file=sys.stderr, flush=True)
+
+
+def check_host(cfg: config.Config, shape: Shape, setup: Setup) -> None:
+    """ValueError where a machine's CPU memory cannot even hold the models while they are opened, a warning where training may not fit.
+
+    What the kernel does of itself, it does without a word: it kills the largest process.
+    """
+    available = memory.available_bytes()
+    for phase, kinds in host_memory(cfg, shape, setup).items():
+        if total(kinds) <= available:
+            continue
+        told = f"{phase} takes {total(kinds) / GB:.1f} GB of CPU memory on a machine with {local_processes(setup)} processes ({', '.join(kinds)}), and {available / GB:.1f} GB are available"
+        if phase == "opening models":
+            raise ValueError(f"{told}: use a machine with more, fewer processes on it, or a smaller model")
+        if os.environ.get("RANK", "0") == "0":
+            print(f"train.py: {told}; `train.py --plan` prints the terms", file=sys.stderr, flush=True)

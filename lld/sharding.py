@@ -27,6 +27,8 @@ def check_launch() -> None:
         raise ValueError("`accelerate launch --cpu --num_processes N` starts one process only unless MPI is installed; use `torchrun --standalone --nproc_per_node N train.py …`, or configs/accelerate/cpu-2.yaml")
     if asked("FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
         raise ValueError(f"fsdp_version = {os.environ.get('FSDP_VERSION', '1')} in accelerate's configuration: train.py shards with fully_shard, set `fsdp_version: 2` (as in configs/accelerate/)")
+    if asked("FSDP") and os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
+        raise ValueError("fsdp_offload_params: true in accelerate's configuration has never been run with train.py: set it to false and shard over more GPUs, or use one GPU with optim.name = adamw_offload")
     if asked("DEEPSPEED"):
         raise ValueError("train.py does not train with DeepSpeed: its engine steps inside the backward pass, where a gradient that is not finite could not be skipped, and its checkpoints open with pickle; FSDP2 shards the same things as ZeRO-3: take configs/accelerate/gpu-4.yaml")
     for name in ("MEGATRON_LM", "PARALLELISM_CONFIG"):
@@ -53,7 +55,7 @@ def shard(policy: Policy, accelerator: Accelerator) -> Policy:
     plugin = FullyShardedDataParallelPlugin()  # reads what accelerate's launcher put into the environment
     dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
     mesh = torch.distributed.device_mesh.init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None), "offload_policy": plugin.cpu_offload}
+    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)}
     layer_kinds = tuple(policy.lm._no_split_modules or ())
     for module in policy.lm.modules():
         if type(module).__name__ in layer_kinds:

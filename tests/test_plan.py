@@ -48,7 +48,7 @@ def test_the_shapes_have_the_published_numbers_of_parameters(name, params):
 
 def test_the_cache_is_predicted_to_the_token(lm):
     for prompt, longest in ((1, 300), (250, 4096), (700, 1500), (256, 256)):
-        cache = engine.SlotCache(lm.config, 1, torch.device("cpu"), torch.float32)
+        cache = engine.SlotCache(lm.config, 1, torch.device("cpu"), torch.float32, longest)
         sizes = [cache.state.shape[3]]
         for length in range(prompt, longest + 1):
             cache.reserve(length)
@@ -123,7 +123,8 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys):
 def test_without_a_gpu_the_machine_is_judged_and_a_gpu_of_unknown_size_is_not(capsys, monkeypatch):
     monkeypatch.setattr(plan.memory, "available_bytes", lambda: 16e9)
     assert plan.main(load("7b")) == 2
-    assert "1 CPU process of 16.0 GB" in (printed := capsys.readouterr().out) and "plan.gpus=8 plan.gpu_memory_gb=80" in printed
+    printed = capsys.readouterr().out
+    assert "1 CPU process of 16.0 GB" in printed and printed.startswith("No GPU here: this is the plan of a CPU process. For GPUs elsewhere: plan.gpus=8 plan.gpu_memory_gb=80")
     assert plan.main(load("7b", "plan.gpus=8")) == 0
     assert "plan.gpu_memory_gb=80 says it" in capsys.readouterr().out
 
@@ -134,8 +135,6 @@ def test_the_launcher_tells_processes_and_sharding(monkeypatch, capsys):
     assert plan.read_setup(load("7b", "plan.gpu_memory_gb=80")) == plan.Setup(4, False, True, 80e9)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert plan.read_setup(load("7b", "plan.gpu_memory_gb=80")) == plan.Setup(4, True, True, 80e9)
-    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
-    assert plan.read_setup(load("7b", "plan.gpu_memory_gb=80")).offloaded and not plan.read_setup(load("7b", "plan.gpu_memory_gb=80", "plan.shard=fsdp")).offloaded
     plan.main(load("7b", "plan.gpu_memory_gb=80"))
     assert capsys.readouterr().out == ""  # the first process speaks
     with pytest.raises(ValueError, match="optim.name = 'adamw_8bit' works on whole weights"):
@@ -146,12 +145,30 @@ def test_a_run_on_a_gpu_is_refused_only_where_weights_gradients_and_optimizer_al
     properties = type("Properties", (), {"total_memory": 80e9})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(plan.memory, "available_bytes", lambda: 64e9)
     with pytest.raises(ValueError, match=r"weights, gradients, optimizer and copies alone take 167.5 GB of a GPU's 80.0 GB"):
         plan.check(load("7b"))
     plan.check(load("3b"))
     assert "with episodes as long as allowed this run takes" in capsys.readouterr().err  # may fit: said, not refused
     plan.check(load("tiny"))
     assert capsys.readouterr().err == ""
+
+
+def test_cpu_memory_is_counted_for_all_processes_of_a_machine(monkeypatch, capsys):
+    """Each opens one whole float32 model at a time: 8 x 30.5 GB for 7B; a machine with less is refused before anything is opened."""
+    N, cfg = 7_615_616_512, load("7b", *ON_8)
+    host = plan.host_memory(cfg, plan.read_shape(cfg), plan.read_setup(cfg))
+    assert plan.total(host["opening models"]) == 8 * 4 * N and plan.total(host["training"]) == 4 * N
+    assert plan.main(cfg) == 0 and re.search(r"CPU memory of each machine \(8 processes\), GB:\n +opening models +243.70 ", capsys.readouterr().out)
+    one = load("7b-one-gpu", "plan.gpus=1", "plan.gpu_memory_gb=80", "loss.lld_lag_steps=1", "optim.updates_per_rollout=1", "monitor.crash_box=1")
+    host = plan.host_memory(one, plan.read_shape(one), plan.read_setup(one))
+    assert plan.total(host["opening models"]) == 8 * N and host["training"]["snapshots"] == 2 * 2 * N and host["training"]["crash box"] == 2 * 14 * N
+    monkeypatch.setattr(plan.memory, "available_bytes", lambda: 200e9)
+    with pytest.raises(ValueError, match=r"opening models takes 243.7 GB of CPU memory on a machine with 8 processes .* and 200.0 GB are available"):
+        plan.check_host(cfg, plan.read_shape(cfg), plan.read_setup(cfg))
+    monkeypatch.setattr(plan.memory, "available_bytes", lambda: 100e9)
+    plan.check_host(one, plan.read_shape(one), plan.read_setup(one))
+    assert "training takes" in capsys.readouterr().err
 
 
 def test_an_unknown_model_is_named_with_the_remedy():
