@@ -18,7 +18,9 @@ import types
 from pathlib import Path
 
 import torch
+import torch.distributed.fsdp
 import varlen
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,8 +30,7 @@ guard = None  # the library of start.load_hooks
 
 
 class Sim:
-    """What was seen since `reset`. `busy`: kernels were launched and the host has not waited for them since.
-    """
+    """What was seen since `reset`. `busy`: kernels were launched and the host has not waited for them since."""
 
     def __init__(self):
         self.capturing, self.tape, self.busy, self.fused = False, None, False, False
@@ -84,6 +85,38 @@ class Sim:
 SIM = Sim()
 
 
+class Memory:
+    """Bytes of all storages that tensors of the device hold, now and at the peak; not what a kernel takes for itself."""
+
+    def __init__(self):
+        self.held, self.now, self.peak = collections.Counter(), 0, 0
+
+    def reset_peak(self, *_) -> None:
+        self.peak = self.now
+
+
+class Share:
+    """One tensor's share in a storage, until the tensor is gone."""
+
+    def __init__(self, storage):
+        self.key, self.size = storage.data_ptr(), storage.nbytes()
+        MEMORY.held[self.key] += 1
+        if MEMORY.held[self.key] == 1:
+            MEMORY.now += self.size
+            MEMORY.peak = max(MEMORY.peak, MEMORY.now)
+
+    def __del__(self):
+        if MEMORY is None:  # the interpreter is going
+            return
+        MEMORY.held[self.key] -= 1
+        if not MEMORY.held[self.key]:
+            del MEMORY.held[self.key]
+            MEMORY.now -= self.size
+
+
+MEMORY = Memory()
+
+
 class CudaTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, elem, index: int = 0):
@@ -101,6 +134,7 @@ class CudaTensor(torch.Tensor):
                 cls, elem.size(), **options, device=torch.device("cuda", index)
             )
         out.elem, out.index = elem, index
+        out.share = Share(elem.untyped_storage())
         return out
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -407,6 +441,11 @@ def run_varlen(func, args, kwargs):
 
 class Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            options = {
+                name: value for name, value in (kwargs or {}).items() if name != "device"
+            }  # it is there
+            return func(*args, **options)  # comes back with the parts that this process has
         whole = not torch.is_inference_mode_enabled() or func in ONE_KERNEL
         if not whole and func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
             with self:  # autograd, which takes composite operations apart otherwise, is skipped
@@ -447,6 +486,37 @@ def graph(captured, pool=None, capture_error_mode=None, **_):
         SIM.graphs["captured"] += 1
 
 
+class Stream:
+    """torch.cuda.Stream and torch.cuda.Event: everything has happened when it is asked for."""
+
+    def __init__(self, *_args, **_kwargs):
+        self.device = torch.device("cuda", guard.get_device())
+
+    def record(self, *_args):
+        return self
+
+    record_event = wait_event = wait_stream = synchronize = wait = record
+
+    def __eq__(self, other):
+        return isinstance(other, Stream)
+
+    __hash__ = object.__hash__
+
+
+def move_states_to_device(parameters, buffers, device) -> None:
+    """FSDP2's own sets `.data`, which a wrapped tensor does not bear; Module.to swaps."""
+    for tensor in (*parameters, *buffers):
+        if tensor.device != device:
+            moved = tensor.detach().to(device)
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            new = torch.nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
+            torch.utils.swap_tensors(tensor, new)
+
+
+def barrier(*_args, device_ids=None, barrier=torch.distributed.barrier, **_kwargs) -> None:
+    barrier()  # gloo takes no device_ids
+
+
 @contextlib.contextmanager
 def device(wanted):
     before = guard.get_device()
@@ -476,15 +546,12 @@ def fake_cuda(num_devices: int) -> dict:
         "get_device_name": "pretended",
         "get_device_capability": (9, 0),
         "mem_get_info": (memory, memory),
-        "max_memory_allocated": 0,
-        "memory_allocated": 0,
         "get_rng_state": random,
         "get_rng_state_all": [random],
         "graph_pool_handle": (0, 0),
     }
     nothing = (
         "_lazy_init",
-        "reset_peak_memory_stats",
         "empty_cache",
         "manual_seed",
         "manual_seed_all",
@@ -497,6 +564,9 @@ def fake_cuda(num_devices: int) -> dict:
         "set_device": lambda wanted: guard.set_device(index(wanted)),
         "current_device": lambda: guard.get_device(),
     }
+    fakes |= {"max_memory_allocated": lambda *_: MEMORY.peak, "memory_allocated": lambda *_: MEMORY.now}
+    fakes |= {"reset_peak_memory_stats": MEMORY.reset_peak, "Stream": Stream, "Event": Stream}
+    fakes |= {"current_stream": lambda *_: Stream(), "stream": lambda *_: contextlib.nullcontext()}
     return fakes | {
         "synchronize": lambda *_: SIM.wait("synchronize"),
         "device": device,
@@ -559,6 +629,8 @@ def pretend(num_devices: int = 1):
         (torch.utils, "swap_tensors", swap_and_keep),
         (threading.Thread, "run", run_in_mode),
         (torch.Tensor, "pin_memory", pin),
+        (torch.distributed.fsdp._fully_shard._fsdp_init, "_move_states_to_device", move_states_to_device),
+        (torch.distributed, "barrier", barrier),
     ]
     kept = [(place, name, getattr(place, name)) for place, name, _ in fakes]
     lift = torch._C._only_lift_cpu_tensors()
