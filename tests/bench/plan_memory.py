@@ -22,6 +22,7 @@ SIZES = {  # Qwen2 shapes for a CPU, and the options of the run
     "110M": ({"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 6, "intermediate_size": 2304, "vocab_size": 32000, "tie_word_embeddings": True}, PLAIN | {"gradient_checkpointing": True}, {"rows": 6, "micro": 3, "turns": 2}),
     "305M": ({"hidden_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 2, "intermediate_size": 4096, "vocab_size": 32000, "tie_word_embeddings": False}, PLAIN, {"rows": 2, "micro": 1, "turns": 2}),
 }  # fmt: skip
+TINY = {"1M": ({"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 384, "vocab_size": 3000, "tie_word_embeddings": False}, {"gradient_checkpointing": True}, {"rows": 4, "micro": 2, "turns": 2})}  # for a pretended GPU
 GPU_SIZES = {
     "Qwen/Qwen2.5-3B": ("adamw_8bit", {"rows": 32, "micro": 2, "turns": 27}),
     "Qwen/Qwen2.5-7B": ("adamw_offload", {"rows": 32, "micro": 1, "turns": 27}),
@@ -35,11 +36,15 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", metavar="SIZE")
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--here", action="store_true", help="in this process, which serves one size")
     args = parser.parse_args()
     if args.child:
         return print(json.dumps(measure(args.child, args.gpu)))
     rows = []
     for size in args.sizes or (GPU_SIZES if args.gpu else SIZES):
+        if args.here:
+            rows += measure(size, args.gpu)
+            continue
         done = subprocess.run([sys.executable, __file__, "--child", size] + ["--gpu"] * args.gpu, env=os.environ | MALLOC, stdout=subprocess.PIPE, text=True, check=True)
         rows += json.loads(done.stdout.splitlines()[-1])
     print("| model | phase | planned GB | measured GB | planned / measured | largest terms of the plan |\n|---|---|---|---|---|---|")
@@ -55,12 +60,12 @@ def options(size: str, gpu: bool):
 
     from lld import config, plan, protocol
 
-    if gpu:
+    if gpu and size not in TINY:
         name, run = GPU_SIZES[size]
         shape = json.loads((plan.SHAPES / f"{size}.json").read_text())
         model, optim = {"gradient_checkpointing": True}, {"name": name}
     else:
-        shape, model, run = SIZES[size]
+        shape, model, run = (SIZES | TINY)[size]
         optim = {}
     prompt, reply = (len(ids) for ids in (protocol.encode_prompt(make_tokenizer(), QUESTION), make_tokenizer().encode(protocol.INVALID_ACTION)))
     cfg = config.from_dict({
@@ -116,7 +121,7 @@ def play_and_learn(shape, cfg, gpu: bool, note) -> None:
     from lld.data import Question
     from lld.engine import Engine
     from lld.episode import collate
-    from lld.policy import Policy
+    from lld.policy import Policy, engine_model
     from lld.rollout import rollout
     from lld.update import score_rows, update_policy
 
@@ -133,9 +138,12 @@ def play_and_learn(shape, cfg, gpu: bool, note) -> None:
         group["lr"] = cfg.optim.lr
     questions = [Question(f"bench/{i}", QUESTION, ("nobody",), "bench") for i in range(options.num_questions)]
 
+    half = accelerator.mixed_precision == "bf16"
+    twin = engine_model(lm, accelerator.device, half=True) if half and dtype == torch.float32 else lm
+
     def play(questions):
         with accelerator.autocast():
-            engine = Engine(lm.eval(), tokenizer, num_slots=options.num_slots, temperature=1.0, top_p=1.0, stop_strings=protocol.STOP_STRINGS, eos_ids=())
+            engine = Engine(twin.eval(), tokenizer, max_tokens=options.max_episode_tokens, num_slots=options.num_slots, temperature=1.0, top_p=1.0, stop_strings=protocol.STOP_STRINGS, eos_ids=())
             episodes = rollout(engine, tokenizer, questions, None, num_samples=2, seed=0, step=0, max_turns=options.max_turns, max_new_tokens=options.max_new_tokens,
                                max_observation_tokens=options.max_observation_tokens, max_episode_tokens=options.max_episode_tokens)  # fmt: skip
         batch = collate(episodes, torch.tensor([1.0, -1.0]).repeat(len(questions), 1), tokenizer.pad_token_id)

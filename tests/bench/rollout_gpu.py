@@ -157,6 +157,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     device = args.device
+    if args.shape == "tiny":
+        globals().update(BYTES=1 << 20, SIDE=256)
     print(
         f"\n{args.shape}: {bandwidth(device) / 1e9:.0f} GB/s and {rate(device) / 1e12:.1f} TFLOP/s measured\n"
     )

@@ -1,13 +1,13 @@
 """Model flop utilisation of the update on a GPU, at the shapes of Qwen2.5-3B and 7B with random weights. One command:
 
-    python tests/bench/update_mfu.py [--shapes 3b,7b] [--tokens 8192,16384,32768] [--no-checkpointing] [--optimizer]
+    python tests/bench/update_mfu.py [--shapes 3b,7b] [--tokens 8192,16384,32768] [--no-checkpointing] [--optimizer] [--compile]
 
 Packed rows of a run's lengths (a prompt of 176 tokens, episodes of 500 to 2,500, a third of it scored) go through `Policy` under
 bf16 autocast with float32 weights, then through the backward pass, as in a micro-batch of update.py. MFU counts what the mathematics needs:
 6 flop a weight and token below the head, 6 a weight of the head and scored token, and causal attention; what is computed again (gradient
 checkpointing, the head's logits) is time, not work. It stands beside the GPU's nominal dense bf16 rate and beside the rate of a large
 bf16 matrix product measured in the same run. `--optimizer` adds clipping and AdamW to the step (3B: 16 bytes a weight; a 7B model's moments do
-not fit beside its weights and gradients on 80 GB). The last column is the paper's step, 512 x 5 episodes of 1,500 tokens: forward and backward of all,
+not fit beside its weights and gradients on 80 GB). `--compile` has torch.compile make each decoder layer, which train.py does not. The last column is the paper's step, 512 x 5 episodes of 1,500 tokens: forward and backward of all,
 forward alone (a third of it) for the reference and for pi_old of nine updates in ten.
 """
 
@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="8192,16384,32768")
     parser.add_argument("--no-checkpointing", action="store_true")
     parser.add_argument("--optimizer", action="store_true")
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--device", default="cuda", help="cpu only to see that the script works, with --shapes tiny")
     args = parser.parse_args()
     device = args.device
@@ -79,7 +80,7 @@ def main() -> None:
         sys.exit("update_mfu.py: no GPU here; --device cpu --shapes tiny --tokens 2048 only tries the script")
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     nominal = next((rate for key, rate in NOMINAL.items() if key in name), None)
-    size = 8192 if device == "cuda" else 512
+    size = 512 if device == "cpu" or args.shapes == "tiny" else 8192
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     rate = 2 * size**3 / seconds(lambda: a @ a, device)
     print(f"{name}, torch {torch.__version__}: a {size} x {size} bf16 matrix product runs at {rate / 1e12:.1f} TFLOP/s\n")
@@ -88,6 +89,9 @@ def main() -> None:
         lm = make_lm(shape, device)
         if not args.no_checkpointing:
             lm.gradient_checkpointing_enable({"use_reentrant": False})
+        if args.compile:
+            for layer in lm.model.layers:
+                layer.compile()
         policy, body = Policy(lm), sum(p.numel() for p in lm.model.layers.parameters())
         optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True)
         for tokens in map(int, args.tokens.split(",")):
