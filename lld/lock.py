@@ -1,10 +1,10 @@
 """One run folder, one run: a lock that every process of a run holds while it lives, and its launcher.
 
 The lock is flock on RUN/.lock: the kernel gives it up when the last process that holds it ends, however it
-ends, so nothing has to be cleaned up. On NFS Linux turns flock into a lock of the server, which other machines
-see too; a file system that refuses locks (Lustre without `-o flock`) or keeps them to the machine (NFS with
-`local_lock=flock`) does not guard against a second run, the first with a warning. This module is imported
-before torch: it needs the standard library alone.
+ends, so nothing has to be cleaned up. On NFS Linux turns flock into a lock of the server, which other
+machines see too; a file system that refuses locks (Lustre without `-o flock`) or keeps them to the machine
+(NFS with `local_lock=flock`) does not guard against a second run, the first with a warning. Imported before torch: it
+needs the standard library alone.
 """
 
 import errno
@@ -64,7 +64,7 @@ class Lock:
 
 
 def take(run_dir: Path, rank: int = 0) -> Lock:
-    """The lock of a run's folder, for one of its processes; ValueError with who holds it where another run does.
+    """The lock of a run's folder, for one of its processes; ValueError with who has it, if another run.
 
     Rank 0 first: it proves with an exclusive lock that nobody else is there, then shares it with the others.
     """
@@ -91,7 +91,7 @@ def take(run_dir: Path, rank: int = 0) -> Lock:
             if lock.file is None:
                 raise
             print(
-                f"train.py: {path} cannot be locked ({error}): a second run in the same folder would not be refused",
+                f"train.py: {path} cannot be locked ({error}): a second run here would not be refused",
                 file=sys.stderr,
             )
             return lock
@@ -141,8 +141,8 @@ def is_alive(pid: int) -> bool:
 
 
 def launcher() -> int | None:
-    """The process id of the launcher (`accelerate launch`, `torchrun`) whose child this process is; None where a
-    shell, nohup, a scheduler or another program started it, whose end means nothing."""
+    """The process id of the launcher (`accelerate launch`, `torchrun`) whose child this process is; None if
+    a shell, nohup, a scheduler or another program started it, whose end means nothing."""
     parent = os.getppid()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return parent

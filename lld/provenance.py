@@ -1,8 +1,8 @@
 """What a run is made of: fingerprints of its input and code, kept in run.json with every session of the run.
 
-They take milliseconds to a second (0.6 s for 170,000 questions): questions are hashed as they were read; a start
-policy by its small files and 64 places of each large one, which finds other weights but not one flipped byte;
-the corpus and index by what the retriever says of them, which a server of Search-R1 and a recording do not.
+They take milliseconds to a second (0.6 s for 170,000 questions): questions are hashed as they were read; a
+start policy by its small files and 64 places of each large one, which finds other weights but not one flipped
+byte; the corpus and index by what the retriever says of them, which Search-R1's server and a recording do not.
 """
 
 import hashlib
@@ -118,17 +118,17 @@ def check_input(run_dir: Path, now: dict[str, str], kl_weight: float) -> None:
         matters = name != "start policy" or kl_weight > 0  # else the weights come from the checkpoint alone
         if matters and before.get(name, value) != value:
             raise ValueError(
-                f"--resume: the {name} of {run_dir} changed since the run began (fingerprint {before[name]}, now "
-                f"{value}): it would be another run from here on. Restore what was there, or start a new run from a "
-                f"checkpoint (model.path); to go on all the same delete {json.dumps(name)} from \"inputs\" in "
-                f"{run_dir / 'run.json'}"
+                f"--resume: the {name} of {run_dir} changed since the run began (fingerprint {before[name]}, "
+                f"now {value}): it would be another run from here on. Restore what was there, or start a new "
+                f"run from a checkpoint (model.path); to go on all the same delete {json.dumps(name)} from "
+                f'"inputs" in {run_dir / "run.json"}'
             )
 
 
 def begin_session(
     run_dir: Path, cfg: config.Config, first_step: int, now: dict[str, str], num_processes: int
 ) -> str | None:
-    """Adds this session to run.json, and says what computes otherwise than in the one before, if anything does.
+    """Adds this session to run.json, and says what computes otherwise than in the one before, if any.
 
     Of inputs the first session's are kept, of options that changed the old and the new value.
     """
@@ -164,8 +164,8 @@ def begin_session(
         if sessions and name in sessions[-1] and sessions[-1][name] != value
     ]
     return (
-        f"resumed with other {', '.join(different)}: from step {first_step} on this need not be, bit for bit, the "
-        "run it would have been (run.json keeps both)"
+        f"resumed with other {', '.join(different)}: from step {first_step} on this need not be, bit for "
+        "bit, the run it would have been (run.json keeps both)"
         if different
         else None
     )
