@@ -3,8 +3,8 @@
 The lock is flock on RUN/.lock: the kernel gives it up when the last process that holds it ends, however it
 ends, so nothing has to be cleaned up. On NFS Linux turns flock into a lock of the server, which other
 machines see too; a file system that refuses locks (Lustre without `-o flock`) or keeps them to the machine
-(NFS with `local_lock=flock`) does not guard against a second run, the first with a warning. Imported before torch: it
-needs the standard library alone.
+(NFS with `local_lock=flock`) does not guard against a second run, the first with a warning.
+Imported before torch: it needs the standard library alone.
 """
 
 import errno

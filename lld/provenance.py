@@ -2,7 +2,7 @@
 
 They take milliseconds to a second (0.6 s for 170,000 questions): questions are hashed as they were read; a
 start policy by its small files and 64 places of each large one, which finds other weights but not one flipped
-byte; the corpus and index by what the retriever says of them, which Search-R1's server and a recording do not.
+byte; the corpus and index by what the retriever says of them, if it does (Search-R1's does not).
 """
 
 import hashlib
