@@ -63,7 +63,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 def code_sha256() -> str:
     """One checksum over the names and contents of eval.py and all of lld/."""
-    paths = [ROOT / "eval.py", *sorted((ROOT / "lld").glob("*.py"))]
+    paths = [ROOT / "eval.py", *sorted((ROOT / "lld").rglob("*.py"))]
     return sha256(b"".join(f"{path.name}\0{file_sha256(path)}\n".encode() for path in paths))
 
 

@@ -88,7 +88,7 @@ def folder_of_model(path: str) -> Path | None:
 def of_code() -> dict[str, str]:
     """What computes: the code's own fingerprint, its commit where git knows it, and versions."""
     digest = hashlib.sha256()
-    for path in sorted([ROOT / "train.py", *(ROOT / "lld").glob("*.py")]):
+    for path in sorted([ROOT / "train.py", *(ROOT / "lld").rglob("*.py")]):
         digest.update(path.name.encode() + path.read_bytes())
     git = shutil.which("git")
     commit = (

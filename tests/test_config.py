@@ -154,7 +154,7 @@ def test_saved_options_load_again(tmp_path):
 
 
 def test_every_option_is_read_somewhere():
-    code = "\n".join(path.read_text() for path in [*(ROOT / "lld").glob("*.py"), *ROOT.glob("*.py")] if path.name != "config.py")
+    code = "\n".join(path.read_text() for path in [*(ROOT / "lld").rglob("*.py"), *ROOT.glob("*.py")] if path.name != "config.py")
     for section in dataclasses.fields(config.Config):
         for option in dataclasses.fields(section.type):
             assert re.search(rf"\.{option.name}\b", code), f"{section.name}.{option.name} is read nowhere"

@@ -20,7 +20,7 @@ def test_the_glossary_is_metrics_own():
 def test_every_file_it_names_is_there_and_every_file_there_is_named():
     for name in re.findall(r"`((?:lld|configs|docs|tests)/[\w./-]+\.(?:py|yaml|png))`", README):
         assert (ROOT / name).is_file(), name
-    for path in [*(ROOT / "lld").glob("[a-z]*.py"), *ROOT.glob("*.py")]:
+    for path in [*(ROOT / "lld").rglob("[a-z]*.py"), *ROOT.glob("*.py")]:
         assert f"`{path.relative_to(ROOT)}`" in README, path
     for picture in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README):
         assert (ROOT / picture).read_bytes().startswith(b"\x89PNG")

@@ -724,7 +724,7 @@ def test_a_checkpoint_that_would_run_code_is_refused_even_with_a_manifest_that_f
 
 
 def test_nothing_is_opened_with_pickle_and_no_remote_code_is_trusted_unasked():
-    code = {path.name: path.read_text() for path in [*(ROOT / "lld").glob("*.py"), *ROOT.glob("*.py")]}
+    code = {path.name: path.read_text() for path in [*(ROOT / "lld").rglob("*.py"), *ROOT.glob("*.py")]}
     for name, text in code.items():
         for call in ("pickle.load", "yaml.unsafe_load", "yaml.full_load", "allow_pickle=True", "trust_remote_code=True"):
             assert call not in text, f"{name}: {call}"
