@@ -1,1 +1,2 @@
-"""lld: train search agents with GRPO + LLDS. Read in this order: protocol, episode, engine, rollout, reward, advantages, policy, loss, update."""
+"""lld: train search agents with GRPO + LLDS. Read in this order: protocol, episode, engine, rollout, reward,
+advantages, policy, loss, update."""

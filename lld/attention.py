@@ -35,7 +35,8 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 
 @dataclass(frozen=True)
 class RowLengths:
-    """Lengths of the packed rows, on the host and as the running sums (B + 1,) int32 that GPU kernels read."""
+    """Lengths of the packed rows, on the host and as the running sums (B + 1,) int32 that GPU kernels
+    read."""
 
     lengths: list[int]
     offsets: torch.Tensor

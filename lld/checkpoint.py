@@ -1,10 +1,12 @@
 """Save, find, resume: atomic and exact.
 
-A checkpoint is a Hugging Face folder that `from_pretrained` opens, plus `trainer_state.pt` with what an exact restart
-needs: optimizer moments, the step (from which learning rate, data position and every episode's seed follow), torch's RNG
-and the snapshots LLDS may compare with. Of a sharded run each process writes its share of moments and snapshots to a file of
-its own, `shard_RANK-of-NUMBER.pt` (torch.distributed.checkpoint would read its index with pickle). `manifest.json`, written last, names every file with its size and checksum.
-Nothing in it can run code when it is opened: safetensors, JSON, and tensors, numbers and strings read with weights_only.
+A checkpoint is a Hugging Face folder that `from_pretrained` opens, plus `trainer_state.pt` with what an exact
+restart needs: optimizer moments, the step (from which learning rate, data position and every episode's seed
+follow), torch's RNG and the snapshots LLDS may compare with. Of a sharded run each process writes its share
+of moments and snapshots to a file of its own, `shard_RANK-of-NUMBER.pt` (torch.distributed.checkpoint would
+read its index with pickle). `manifest.json`, written last, names every file with its size and checksum.
+Nothing in it can run code when it is opened: safetensors, JSON, and tensors, numbers and strings read with
+weights_only.
 """
 
 import errno
@@ -23,8 +25,12 @@ from safetensors import SafetensorError
 
 from lld import config, metrics, runs
 
-DISK_ERRORS = tuple(getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "EIO", "ENOTDIR", "ESTALE"))
-READ = (".safetensors", ".bin", ".pt", ".json", ".jinja", ".txt", ".model")  # suffixes of what a loader may open
+DISK_ERRORS = tuple(
+    getattr(errno, name)
+    for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "EIO", "ENOTDIR", "ESTALE")
+)
+# Suffixes of what a loader may open
+READ = (".safetensors", ".bin", ".pt", ".json", ".jinja", ".txt", ".model")
 
 
 class WriteError(RuntimeError):
@@ -35,12 +41,23 @@ def folder_of(run_dir: str | Path, num_steps: int) -> Path:
     return Path(run_dir) / "checkpoints" / f"step_{num_steps:06d}"
 
 
-def save(run_dir: str | Path, num_steps: int, lm, tokenizer, trainer_state: dict, *, accelerator=None, weights: dict | None = None, shard: dict | None = None) -> Path:
+def save(
+    run_dir: str | Path,
+    num_steps: int,
+    lm,
+    tokenizer,
+    trainer_state: dict,
+    *,
+    accelerator=None,
+    weights: dict | None = None,
+    shard: dict | None = None,
+) -> Path:
     """Writes the checkpoint after `num_steps` steps aside and renames it when it is whole.
 
-    `trainer_state` holds tensors, numbers, strings, lists and dicts only: it is read back with weights_only. With an accelerator
-    every process calls: each writes its own `shard`, the main one all else, with `weights` for the model's whole ones.
-    WriteError, on all of them, where the disk is full or the folder cannot be written; older checkpoints are then as they were.
+    `trainer_state` holds tensors, numbers, strings, lists and dicts only: it is read back with weights_only.
+    With an accelerator every process calls: each writes its own `shard`, the main one all else, with
+    `weights` for the model's whole ones. WriteError, on all of them, where the disk is full or the folder
+    cannot be written; older checkpoints are then as they were.
     """
     folder = folder_of(run_dir, num_steps)
     aside = folder.with_name(folder.name + ".partial")
@@ -56,7 +73,11 @@ def save(run_dir: str | Path, num_steps: int, lm, tokenizer, trainer_state: dict
             if isinstance(error, RuntimeError) and "inline_container" not in str(error):
                 raise  # not torch.save's word for a write that failed
             free_gb = shutil.disk_usage(run_dir).free / 1e9
-            failure, cause = f"checkpoint {folder} could not be written with {free_gb:.1f} GB free on its disk: {str(error).splitlines()[0]}", error
+            failure, cause = (
+                f"checkpoint {folder} could not be written with {free_gb:.1f} GB free on its disk: "
+                f"{str(error).splitlines()[0]}",
+                error,
+            )
         outcomes = gather([(done, failure)])
         failures = [failure for _, failure in outcomes if failure]
         if failures:
@@ -71,7 +92,13 @@ def save(run_dir: str | Path, num_steps: int, lm, tokenizer, trainer_state: dict
         own = aside / f"shard_{accelerator.process_index:05d}-of-{accelerator.num_processes:05d}.pt"
         for files in together(lambda: _write_shard(own, shard)):
             written |= files
-    together(lambda: _write(folder, aside, num_steps, lm, weights, tokenizer, trainer_state, written) if is_main else None)
+    together(
+        lambda: (
+            _write(folder, aside, num_steps, lm, weights, tokenizer, trainer_state, written)
+            if is_main
+            else None
+        )
+    )
     return folder
 
 
@@ -94,13 +121,23 @@ def _write_shard(path: Path, shard: dict) -> dict:
     return {path.name: fingerprint(path)}
 
 
-def _write(folder: Path, aside: Path, num_steps: int, lm, weights: dict | None, tokenizer, trainer_state: dict, written: dict) -> None:
+def _write(
+    folder: Path,
+    aside: Path,
+    num_steps: int,
+    lm,
+    weights: dict | None,
+    tokenizer,
+    trainer_state: dict,
+    written: dict,
+) -> None:
     lm.save_pretrained(aside, state_dict=weights)
     tokenizer.save_pretrained(aside)
     torch.save({"num_steps": num_steps} | trainer_state, aside / "trainer_state.pt")
     own = [path for path in sorted(aside.rglob("*")) if path.is_file() and path.name not in written]
     for path in own:
-        path.chmod((aside / "trainer_state.pt").stat().st_mode)  # safetensors' files are for their owner alone, whatever the umask
+        # Safetensors' files are for their owner alone, whatever the umask
+        path.chmod((aside / "trainer_state.pt").stat().st_mode)
     files = written | {str(path.relative_to(aside)): fingerprint(path) for path in own}
     (aside / "manifest.json").write_text(json.dumps({"num_steps": num_steps, "files": files}, indent=1))
     for path in [*own, aside / "manifest.json"]:
@@ -111,17 +148,23 @@ def _write(folder: Path, aside: Path, num_steps: int, lm, weights: dict | None, 
 
 
 def found(run_dir: str | Path) -> list[tuple[int, Path]]:
-    """(steps, folder) of what is named as `folder_of` names it, oldest first; copies under other names, links and files are not ours."""
-    paths = [path for path in (Path(run_dir) / "checkpoints").glob("step_*") if path.is_dir() and not path.is_symlink()]
+    """(steps, folder) of what is named as `folder_of` names it, oldest first; copies under other names, links
+    and files are not ours."""
+    paths = [
+        path
+        for path in (Path(run_dir) / "checkpoints").glob("step_*")
+        if path.is_dir() and not path.is_symlink()
+    ]
     steps = [(int(path.name[5:]), path) for path in paths if path.name[5:].isdecimal()]
     return sorted(pair for pair in steps if pair[1] == folder_of(run_dir, pair[0]))
 
 
 def prune(run_dir: str | Path, keep: int, proven: int, best: Sequence[int] = ()) -> None:
-    """Removes checkpoints but the `keep` newest (0: none is removed) and those after `best` steps; half-written ones always.
+    """Removes checkpoints but the `keep` newest (0: none is removed) and those after `best` steps;
+    half-written ones always.
 
-    Those after more than `proven` steps are not known to be good yet: they stay, and the newest good one besides them.
-    What eval.py wrote into a checkpoint stays.
+    Those after more than `proven` steps are not known to be good yet: they stay, and the newest good one
+    besides them. What eval.py wrote into a checkpoint stays.
     """
     for partial in (Path(run_dir) / "checkpoints").glob("step_*.partial"):
         _discard(partial)
@@ -149,9 +192,11 @@ def _keep_eval(folder: Path) -> None:
 
 
 def better(best: tuple[float, int] | None, row: dict, num_steps: int) -> tuple[float, int] | None:
-    """(held-out EM, steps) of the best checkpoint so far, given the row of an evaluation after `num_steps` steps.
+    """(held-out EM, steps) of the best checkpoint so far, given the row of an evaluation after `num_steps`
+    steps.
 
-    The rule: the plain mean of `eval/*/em` over the benchmarks of eval.during_training; 0 is never best, the earlier wins a tie.
+    The rule: the plain mean of `eval/*/em` over the benchmarks of eval.during_training; 0 is never best, the
+    earlier wins a tie.
     """
     scores = [value for name, value in row.items() if name.startswith("eval/") and name.endswith("/em")]
     mean = sum(scores) / len(scores) if scores else 0.0
@@ -161,18 +206,30 @@ def better(best: tuple[float, int] | None, row: dict, num_steps: int) -> tuple[f
 def write_best(run_dir: str | Path, best: tuple[float, int]) -> None:
     """checkpoints/best.json names the best checkpoint, for whoever evaluates it."""
     em, num_steps = best
-    told = {"checkpoint": folder_of(run_dir, num_steps).name, "em": em, "rule": "highest mean of eval/*/em over eval.during_training, the earlier at a tie"}
-    metrics.replace_file(Path(run_dir) / "checkpoints" / "best.json", json.dumps(told, indent=1) + "\n", durable=True)
+    told = {
+        "checkpoint": folder_of(run_dir, num_steps).name,
+        "em": em,
+        "rule": "highest mean of eval/*/em over eval.during_training, the earlier at a tie",
+    }
+    metrics.replace_file(
+        Path(run_dir) / "checkpoints" / "best.json", json.dumps(told, indent=1) + "\n", durable=True
+    )
 
 
 def latest(run_dir: str | Path, proven: int | None = None) -> Path | None:
-    """The newest whole checkpoint of a run (after at most `proven` steps), or None; folders without a manifest were never finished."""
-    whole = [path for steps, path in found(run_dir) if (path / "manifest.json").exists() and (proven is None or steps <= proven)]
+    """The newest whole checkpoint of a run (after at most `proven` steps), or None; folders without a
+    manifest were never finished."""
+    whole = [
+        path
+        for steps, path in found(run_dir)
+        if (path / "manifest.json").exists() and (proven is None or steps <= proven)
+    ]
     return whole[-1] if whole else None
 
 
 def read_manifest(folder: Path) -> dict:
-    """{"num_steps", "files": {name: fingerprint}} of a checkpoint; ValueError where it is missing, damaged or another checkpoint's."""
+    """{"num_steps", "files": {name: fingerprint}} of a checkpoint; ValueError where it is missing, damaged or
+    another checkpoint's."""
     path, remedy = folder / "manifest.json", "delete the folder to resume from the checkpoint before"
     if not path.is_file():
         raise ValueError(f"{folder} is no checkpoint of a run: it has no manifest.json")
@@ -183,9 +240,15 @@ def read_manifest(folder: Path) -> dict:
     present = {item.name for item in folder.iterdir() if item.suffix in READ and item.name != "manifest.json"}
     missing = sorted((present | {"config.json", "trainer_state.pt"}) - files.keys())
     if missing or not any(name.endswith(".safetensors") for name in files):
-        raise ValueError(f"{path} does not list {missing[0] if missing else 'any weights'}: the list or the folder was changed; {remedy}")
+        raise ValueError(
+            f"{path} does not list {missing[0] if missing else 'any weights'}: the list or the folder was "
+            f"changed; {remedy}"
+        )
     if folder.name != folder_of(".", manifest.get("num_steps", -1)).name:
-        raise ValueError(f"{path} is that of a checkpoint after {manifest.get('num_steps')} steps: {folder.name} is a copy under another name; delete or rename it")
+        raise ValueError(
+            f"{path} is that of a checkpoint after {manifest.get('num_steps')} steps: {folder.name} is a "
+            "copy under another name; delete or rename it"
+        )
     return manifest
 
 
@@ -194,28 +257,41 @@ def check(folder: Path) -> None:
     for name, expected in read_manifest(folder)["files"].items():
         path = folder / name
         if not path.is_file():
-            raise ValueError(f"checkpoint {folder} lacks {name}; delete the folder to resume from the one before")
+            raise ValueError(
+                f"checkpoint {folder} lacks {name}; delete the folder to resume from the one before"
+            )
         found = fingerprint(path)
         if found != expected:
             raise ValueError(
-                f"checkpoint {folder}: {name} has {found['bytes']} bytes and checksum {found['sha256'][:12]}, but {expected['bytes']} and "
-                f"{expected['sha256'][:12]} were written; it is damaged, delete the folder to resume from the one before"
+                f"checkpoint {folder}: {name} has {found['bytes']} bytes and checksum "
+                f"{found['sha256'][:12]}, but {expected['bytes']} and "
+                f"{expected['sha256'][:12]} were written; it is damaged, delete the folder to resume from "
+                "the one before"
             )
 
 
 def load_trainer_state(folder: Path, parameters: dict[str, torch.Tensor]) -> dict:
-    """The trainer's state of a checkpoint (`check` it first); raises ValueError where it belongs to a model of other shapes.
+    """The trainer's state of a checkpoint (`check` it first); raises ValueError where it belongs to a model
+    of other shapes.
 
-    `parts` holds optimizer and snapshots: one dict of whole tensors, or one a process of a sharded run, read as needed.
+    `parts` holds optimizer and snapshots: one dict of whole tensors, or one a process of a sharded run, read
+    as needed.
     """
     state = _open(folder / "trainer_state.pt", mmap=False)
     shards = sorted(folder.glob("shard_*.pt"))
-    state["parts"] = [_open(path, mmap=True) for path in shards] or [{name: state.pop(name) for name in ("optimizer", "snapshots")}]
+    state["parts"] = [_open(path, mmap=True) for path in shards] or [
+        {name: state.pop(name) for name in ("optimizer", "snapshots")}
+    ]
     shapes = {name: list(tensor.shape) for name, tensor in parameters.items()}
     if state["shapes"] != shapes:
-        different = sorted(name for name in state["shapes"].keys() | shapes.keys() if state["shapes"].get(name) != shapes.get(name))
+        different = sorted(
+            name
+            for name in state["shapes"].keys() | shapes.keys()
+            if state["shapes"].get(name) != shapes.get(name)
+        )
         raise ValueError(
-            f"checkpoint {folder} is of another model: {different[0]} has shape {state['shapes'].get(different[0])} there and {shapes.get(different[0])} here; "
+            f"checkpoint {folder} is of another model: {different[0]} has shape "
+            f"{state['shapes'].get(different[0])} there and {shapes.get(different[0])} here; "
             "resume with the model.path it was trained with"
         )
     return state
@@ -226,7 +302,10 @@ def _open(path: Path, mmap: bool) -> dict:
         return torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
     except pickle.UnpicklingError as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"checkpoint {path.parent}: {path.name} holds more than tensors, numbers and strings and is not opened, because it could run code; train.py never writes such a file ({reason})") from None
+        raise ValueError(
+            f"checkpoint {path.parent}: {path.name} holds more than tensors, numbers and strings and is "
+            f"not opened, because it could run code; train.py never writes such a file ({reason})"
+        ) from None
 
 
 def fingerprint(path: Path) -> dict:
@@ -248,7 +327,11 @@ def check_place(run_dir: Path) -> None:
     """Raises ValueError where a run's folder cannot be written."""
     present = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     if not present.is_dir() or not os.access(present, os.W_OK):
-        raise ValueError(f"run.dir = {run_dir}: {present} is {'read-only, or not yours to write to' if present.is_dir() else 'a file, not a folder'}; choose another run.dir")
+        raise ValueError(
+            f"run.dir = {run_dir}: {present} is "
+            f"{'read-only, or not yours to write to' if present.is_dir() else 'a file, not a folder'}; "
+            "choose another run.dir"
+        )
 
 
 def check_run_dir(run_dir: Path, cfg: config.Config, resume: bool) -> None:
@@ -256,30 +339,48 @@ def check_run_dir(run_dir: Path, cfg: config.Config, resume: bool) -> None:
     log = run_dir / "config.yaml"
     if not resume:
         if log.exists():
-            raise ValueError(f"run.dir = {run_dir} already holds a run: continue it with --resume, or choose another run.dir, or delete the folder")
+            raise ValueError(
+                f"run.dir = {run_dir} already holds a run: continue it with --resume, or choose another "
+                "run.dir, or delete the folder"
+            )
         return
     if not log.exists():
         raise ValueError(f"--resume: run.dir = {run_dir} holds no run")
     before, now, defaults = runs.read_options(run_dir), config.to_dict(cfg), config.to_dict(config.Config())
     if not before:
-        raise ValueError(f"--resume: {log} holds no options: restore it, or start a new run with model.path set to a checkpoint")
+        raise ValueError(
+            f"--resume: {log} holds no options: restore it, or start a new run with model.path set to a "
+            "checkpoint"
+        )
     for section, options in now.items():
         for name, value in options.items():
-            was = before.get(f"{section}.{name}", defaults[section][name])  # an option that is newer than the run had its default
+            # An option that is newer than the run had its default
+            was = before.get(f"{section}.{name}", defaults[section][name])
             if section != "plan" and f"{section}.{name}" not in config.RESUMABLE and was != value:
-                raise ValueError(f"--resume: {section}.{name} was {was!r} and is {value!r} now; a resumed run keeps its options: give `--config {log} --resume`, which has them all (free to change: {', '.join(config.RESUMABLE)})")
+                raise ValueError(
+                    f"--resume: {section}.{name} was {was!r} and is {value!r} now; a resumed run keeps its "
+                    f"options: give `--config {log} --resume`, which has them all (free to change: "
+                    f"{', '.join(config.RESUMABLE)})"
+                )
 
 
 def begin_run(run_dir: Path, cfg: config.Config, first_step: int) -> None:
     """Writes what is run, and drops rows of steps that will be repeated."""
-    metrics.replace_file(run_dir / "config.yaml", yaml.safe_dump(config.to_dict(cfg), sort_keys=False), durable=True)
+    metrics.replace_file(
+        run_dir / "config.yaml", yaml.safe_dump(config.to_dict(cfg), sort_keys=False), durable=True
+    )
     for name in ("metrics.jsonl", "updates.jsonl", "timings.jsonl"):
         metrics.truncate_rows(run_dir / name, lambda line: json.loads(line)["step"], first_step)
-    metrics.truncate_rows(run_dir / "warnings.log", lambda line: int(line.split()[1].rstrip(":")) if line.startswith("step ") else -1, first_step)
+    metrics.truncate_rows(
+        run_dir / "warnings.log",
+        lambda line: int(line.split()[1].rstrip(":")) if line.startswith("step ") else -1,
+        first_step,
+    )
 
 
 def check_logs(run_dir: Path, num_steps: int, num_updates: int) -> None:
-    """Raises ValueError where a log has not each of the first `num_steps` steps once, in order: a resumed run would go on from a log with holes."""
+    """Raises ValueError where a log has not each of the first `num_steps` steps once, in order: a resumed run
+    would go on from a log with holes."""
     for name, updates in (("metrics.jsonl", (None,)), ("updates.jsonl", range(num_updates))):
         path, rows, damaged = run_dir / name, [], []
         for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else (), start=1):
@@ -292,10 +393,15 @@ def check_logs(run_dir: Path, num_steps: int, num_updates: int) -> None:
         rows = [row for row in rows if not isinstance(row[0], int) or row[0] < num_steps]
         if rows == expected:
             continue
-        place = next((i for i, (row, wanted) in enumerate(zip(rows, expected)) if row != wanted), min(len(rows), len(expected)))
+        place = next(
+            (i for i, (row, wanted) in enumerate(zip(rows, expected)) if row != wanted),
+            min(len(rows), len(expected)),
+        )
         step = expected[min(place, len(expected) - 1)][0]
         lines = f", and line {damaged[0]} cannot be read" if damaged else ""
         raise ValueError(
-            f"{path} does not hold steps 0 to {num_steps - 1} once each: it goes wrong at step {step}{lines}. It was cut or changed after it was written: restore it, "
-            f"or delete the checkpoints after more than {step} steps ({folder_of(run_dir, step + 1)} and later ones), so that --resume makes those steps again"
+            f"{path} does not hold steps 0 to {num_steps - 1} once each: it goes wrong at step "
+            f"{step}{lines}. It was cut or changed after it was written: restore it, "
+            f"or delete the checkpoints after more than {step} steps ({folder_of(run_dir, step + 1)} and "
+            "later ones), so that --resume makes those steps again"
         )

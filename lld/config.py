@@ -1,6 +1,7 @@
 """Options: declare (frozen dataclasses), load YAML plus `section.key=value`, validate, save.
 
-The defaults are the paper's Qwen2.5-3B run (arXiv 2512.04220v2, B.2.1), so a YAML states only departures from it.
+The defaults are the paper's Qwen2.5-3B run (arXiv 2512.04220v2, B.2.1), so a YAML states only departures from
+it.
 """
 
 import copy
@@ -19,15 +20,52 @@ import yaml
 BENCHMARKS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wiki", "musique", "bamboogle")
 # Options that a resumed run may change.
 RESUMABLE = (
-    "run.dir", "run.steps", "run.save_every", "run.keep_checkpoints", "run.watchdog_s", "run.trackers", "optim.micro_batch_size",
-    "optim.micro_batch_tokens", "rollout.num_slots", "rollout.cuda_graphs", "rollout.max_failed_groups", "retriever.url", "retriever.replicas", "retriever.timeout_s",
-    "retriever.deadline_s", "retriever.retries", "retriever.record", "monitor.crash_box", "monitor.stop_in_phase", "monitor.trajectories_every",
-    "monitor.trajectories_questions", "retriever.empty_results",
-)  # fmt: skip
-# Every option that holds text falls into one of these three (tests/test_security.py). A file that is read back, of a run or a
-# crash box that may be somebody else's, may name neither code nor a place to write; what it may have read is the reader's to say.
-CODE_AND_WRITES = ("run.dir", "run.trackers", "model.path", "model.trust_remote_code", "retriever.record", "tinyworld.dir")
-READS = ("data.train", "retriever.url", "retriever.replicas", "retriever.replay", "retriever.index", "retriever.corpus", "retriever.encoder", "retriever.oracle_questions", "eval.benchmarks")
+    "run.dir",
+    "run.steps",
+    "run.save_every",
+    "run.keep_checkpoints",
+    "run.watchdog_s",
+    "run.trackers",
+    "optim.micro_batch_size",
+    "optim.micro_batch_tokens",
+    "rollout.num_slots",
+    "rollout.cuda_graphs",
+    "rollout.max_failed_groups",
+    "retriever.url",
+    "retriever.replicas",
+    "retriever.timeout_s",
+    "retriever.deadline_s",
+    "retriever.retries",
+    "retriever.record",
+    "monitor.crash_box",
+    "monitor.stop_in_phase",
+    "monitor.trajectories_every",
+    "monitor.trajectories_questions",
+    "retriever.empty_results",
+)
+# Every option that holds text falls into one of these three (tests/test_security.py). A file that is read
+# back, of a run or a
+# crash box that may be somebody else's, may name neither code nor a place to write; what it may have read is
+# the reader's to say.
+CODE_AND_WRITES = (
+    "run.dir",
+    "run.trackers",
+    "model.path",
+    "model.trust_remote_code",
+    "retriever.record",
+    "tinyworld.dir",
+)
+READS = (
+    "data.train",
+    "retriever.url",
+    "retriever.replicas",
+    "retriever.replay",
+    "retriever.index",
+    "retriever.corpus",
+    "retriever.encoder",
+    "retriever.oracle_questions",
+    "eval.benchmarks",
+)
 WORDS = ("data.train_split", "data.train_sources", "retriever.faiss_params", "eval.during_training")
 MAX_YAML_BYTES = 1 << 20
 MAX_SEED = 2**32 - 1  # the most that numpy's generator takes
@@ -41,9 +79,12 @@ class Run:
     steps: int = 1005  # rollout steps; each makes `optim.updates_per_rollout` optimizer steps
     save_every: int = 50  # steps between checkpoints
     keep_checkpoints: int = 3  # newest ones kept, and the best on held-out questions; 0 keeps all
-    watchdog_s: float = 1800.0  # seconds without a sign of life (a phase begun, an episode finished) after which a process ends itself; 0 never
+    # Seconds without a sign of life (a phase begun, an episode finished) after which a process ends itself; 0
+    # never
+    watchdog_s: float = 1800.0
     trackers: tuple[str, ...] = ()  # "tensorboard", "wandb", … through accelerate
-    deterministic: bool = False  # ask for deterministic kernels (slower on a GPU), and warn where there is none
+    # Ask for deterministic kernels (slower on a GPU), and warn where there is none
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,10 +113,15 @@ class Rollout:
     max_episode_tokens: int = 4096  # prompt, actions and observations together
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
-    num_slots: int = 128  # sequences decoded together, on each process; `train.py --plan` says what their cache takes
-    max_failed_groups: float = 0.1  # share of a step's groups that may be dropped because a search failed; beyond it the run stops
-    cuda_graphs: bool = False  # replay decode steps as CUDA graphs, captured anew in every rollout; nothing on a CPU; run on a pretended GPU only
-    overlap_search: bool = True  # decode on while searches run; False makes the schedule, and so the last bits, repeatable
+    # Sequences decoded together, on each process; `train.py --plan` says what their cache takes
+    num_slots: int = 128
+    # Share of a step's groups that may be dropped because a search failed; beyond it the run stops
+    max_failed_groups: float = 0.1
+    # Replay decode steps as CUDA graphs, captured anew in every rollout; nothing on a CPU; run on a pretended
+    # GPU only
+    cuda_graphs: bool = False
+    # Decode on while searches run; False makes the schedule, and so the last bits, repeatable
+    overlap_search: bool = True
 
 
 @dataclass(frozen=True)
@@ -104,22 +150,28 @@ class Loss:
     lld_weight: float = 0.2  # lambda; 0 is plain GRPO
     lld_gate: Literal["token", "response", "action"] = "action"
     lld_preserve: Literal["nonnegative", "positive"] = "nonnegative"
-    lld_tolerance: float = 0.0  # nats a token a likelihood may fall by before LLDS acts; bf16 alone moves it by .001
+    # Nats a token a likelihood may fall by before LLDS acts; bf16 alone moves it by .001
+    lld_tolerance: float = 0.0
     lld_normalizer: Literal["preserved", "all"] = "preserved"  # paper | official code
-    lld_answer_schedule: Literal["constant", "paper", "code"] = "constant"  # of beta, the weight on answer tokens
+    # Of beta, the weight on answer tokens
+    lld_answer_schedule: Literal["constant", "paper", "code"] = "constant"
     lld_answer_weight: float = 1.0  # beta if constant; slope (lambda_answer / lambda) of "code"
     lld_answer_searches: float = 2.0  # V_B of "paper": beta = min(V / V_B, 1)
-    lld_lag_steps: int = 0  # LLDS compares with the policy of this many rollout steps ago; 0 is this rollout's
+    # LLDS compares with the policy of this many rollout steps ago; 0 is this rollout's
+    lld_lag_steps: int = 0
 
 
 @dataclass(frozen=True)
 class Optim:
-    name: Literal["adamw", "adamw_8bit", "adamw_offload"] = "adamw"  # moments in float32 | in 8 bits (bitsandbytes) | in CPU memory, as are the float32 weights then
+    # Moments in float32 | in 8 bits (bitsandbytes) | in CPU memory, as are the float32 weights then
+    name: Literal["adamw", "adamw_8bit", "adamw_offload"] = "adamw"
     lr: float = 1e-6
     warmup_steps: int = 286  # rollout steps of linear warm-up
     updates_per_rollout: int = 10
     micro_batch_size: int = 16  # rows in one forward pass on one process; changes memory, never the gradient
-    micro_batch_tokens: int | None = None  # tokens (prompts and observations included) in one forward pass, in place of micro_batch_size; null: count rows
+    # Tokens (prompts and observations included) in one forward pass, in place of micro_batch_size; null:
+    # count rows
+    micro_batch_tokens: int | None = None
     betas: tuple[float, ...] = (0.9, 0.999)
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
@@ -129,19 +181,23 @@ class Optim:
 @dataclass(frozen=True)
 class Retriever:
     url: str | None = "http://127.0.0.1:8000"  # null searches in this process
-    replicas: tuple[str, ...] = ()  # further servers of the same index; they share the work and stand in for each other
+    # Further servers of the same index; they share the work and stand in for each other
+    replicas: tuple[str, ...] = ()
     timeout_s: float = 30.0  # of one attempt
     deadline_s: float = 120.0  # of a search with all its attempts
     retries: int = 3
     topk: int = 3
-    empty_results: Literal["drop", "show"] = "drop"  # a query that finds nothing drops its question's group | shows an empty block, as Search-R1 does; evaluation always shows it
+    # A query that finds nothing drops its question's group | shows an empty block, as Search-R1 does;
+    # evaluation always shows it
+    empty_results: Literal["drop", "show"] = "drop"
     record: str | None = None  # file that keeps every query and its passages
     replay: str | None = None  # such a file, which then answers instead of a server or an index
     # What follows is read by retriever_server.py, and in this process where url is null.
     index: str | None = None  # folder made by `python -m lld.retrieval build`, or a FAISS file
     corpus: str | None = None  # jsonl of {"id", "contents"}
     encoder: str = "intfloat/e5-base-v2"
-    backend: Literal["faiss", "torch", "bm25", "random", "empty", "oracle"] | None = None  # null: what the index folder was built for; faiss for a file
+    # Null: what the index folder was built for; faiss for a file
+    backend: Literal["faiss", "torch", "bm25", "random", "empty", "oracle"] | None = None
     dtype: Literal["float16", "int8"] = "float16"  # of backend torch
     faiss_params: str = ""  # FAISS's search parameters, such as "nprobe=64"; empty keeps the index's own
     rerank: int = 0  # candidates of a FAISS index to score again with the vectors on disk
@@ -155,11 +211,15 @@ class Eval:
     every: int = 50  # steps between evaluations while training; 0 never
     at_start: bool = True
     benchmarks: dict[str, str] = field(
-        default_factory=lambda: {name: f"RUC-NLPIR/FlashRAG_datasets/{'2wikimultihopqa' if name == '2wiki' else name}" for name in BENCHMARKS}
+        default_factory=lambda: {
+            name: f"RUC-NLPIR/FlashRAG_datasets/{'2wikimultihopqa' if name == '2wiki' else name}"
+            for name in BENCHMARKS
+        }
     )
     during_training: tuple[str, ...] = ("nq", "hotpotqa")
     max_questions: int = 500  # of each set while training; eval.py takes all rows
-    max_turns: int = 4  # the paper's evaluation budget; four full ones do not fit rollout.max_episode_tokens 4096
+    # The paper's evaluation budget; four full ones do not fit rollout.max_episode_tokens 4096
+    max_turns: int = 4
     temperature: float = 0.0
     top_p: float = 1.0
     batch_size: int = 256  # questions between two writes of eval.py
@@ -167,13 +227,16 @@ class Eval:
 
 @dataclass(frozen=True)
 class Monitor:
-    rescore_every: int = 5  # steps between re-scorings of a rollout after its last update (the paper's Def. 4.1); 0 never
+    # Steps between re-scorings of a rollout after its last update (the paper's Def. 4.1); 0 never
+    rescore_every: int = 5
     sentinel_every: int = 10  # steps between re-scorings of correct episodes kept from the start; 0 never
     sentinel_size: int = 64
     trajectories_every: int = 10  # steps between logs of whole groups, token by token; 0 never
     trajectories_questions: int = 4  # groups in such a log
-    stop_in_phase: Literal[0, 2, 3, 4] = 0  # stop with a checkpoint when decay (2), acceleration (3) or collapse (4), or a later one, begins; 0 never
-    crash_box: int = 0  # rollouts kept for a crash box, written when decay, acceleration or collapse begins; 0 none
+    # Stop with a checkpoint when decay (2), acceleration (3) or collapse (4), or a later one, begins; 0 never
+    stop_in_phase: Literal[0, 2, 3, 4] = 0
+    # Rollouts kept for a crash box, written when decay, acceleration or collapse begins; 0 none
+    crash_box: int = 0
 
 
 @dataclass(frozen=True)
@@ -182,7 +245,8 @@ class Plan:
 
     gpus: int | None = None  # processes, one on each GPU; null: as many as the launcher started
     gpu_memory_gb: float | None = None  # of one GPU, 10^9 bytes; null: what the one here has
-    shard: Literal["launcher", "fsdp", "none"] = "launcher"  # whether weights, gradients and optimizer are spread over the GPUs; launcher: as accelerate is configured
+    # Whether weights, gradients and optimizer are spread over the GPUs; launcher: as accelerate is configured
+    shard: Literal["launcher", "fsdp", "none"] = "launcher"
     prompt_tokens: int = 200  # of an episode
     written_tokens: int = 300  # by the model, in an episode
     observation_tokens: int = 1000  # read from searches, in an episode
@@ -231,17 +295,27 @@ def _nearest(name: str, names) -> str:
 
 
 def _option_like(name: str, section: str | None = None) -> str | None:
-    """The `section.option` that `name` may mean: by its initials (learning_rate: lr) in the section, else by its name in any section."""
-    options = {f"{s.name}.{option}": option for s in dataclasses.fields(Config) for option in typing.get_type_hints(s.type)}
+    """The `section.option` that `name` may mean: by its initials (learning_rate: lr) in the section, else by
+    its name in any section."""
+    options = {
+        f"{s.name}.{option}": option
+        for s in dataclasses.fields(Config)
+        for option in typing.get_type_hints(s.type)
+    }
     initials = "".join(word[:1] for word in name.split("_"))
     close = difflib.get_close_matches(name, options.values(), n=1, cutoff=0.8)
     meant = [full for full, option in options.items() if option == name]
-    meant += [full for full, option in options.items() if option == initials and section in (None, full.partition(".")[0])]
+    meant += [
+        full
+        for full, option in options.items()
+        if option == initials and section in (None, full.partition(".")[0])
+    ]
     return next(iter(meant + [full for full, option in options.items() if option in close]), None)
 
 
 def refuse_dashes(arguments: list[str]) -> None:
-    """Raises ValueError for `--run.steps 3`, the form of other command lines, which argparse would only call unrecognized."""
+    """Raises ValueError for `--run.steps 3`, the form of other command lines, which argparse would only call
+    unrecognized."""
     for place, argument in enumerate(arguments):
         if match := re.fullmatch(r"--(\w+\.[\w.]+)(?:=(.*))?", argument, re.DOTALL):
             value = match[2] if match[2] is not None else next(iter(arguments[place + 1 :]), "VALUE")
@@ -249,13 +323,18 @@ def refuse_dashes(arguments: list[str]) -> None:
 
 
 def check_name(name: str, where: str) -> None:
-    """Raises ValueError unless `name` can name a file: no separator, no control character, neither empty nor hidden."""
+    """Raises ValueError unless `name` can name a file: no separator, no control character, neither empty nor
+    hidden."""
     if not re.fullmatch(r"[^\W_][\w.+-]{0,99}", name):
-        raise ValueError(f"{where}: {name!r} cannot name a file: use letters, digits, '.', '_', '+' and '-', first a letter or digit, at most 100")
+        raise ValueError(
+            f"{where}: {name!r} cannot name a file: use letters, digits, '.', '_', '+' and '-', first a "
+            "letter or digit, at most 100"
+        )
 
 
 def _convert(value, kind, where: str):
-    """`value` as `kind`, or a ValueError that names the option; ints pass as floats, YAML's '1e-6' string too."""
+    """`value` as `kind`, or a ValueError that names the option; ints pass as floats, YAML's '1e-6' string
+    too."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         if value is None:
@@ -285,7 +364,8 @@ def _convert(value, kind, where: str):
 
 
 def from_dict(tree: dict) -> Config:
-    """A validated `Config` from nested dicts; unknown names and wrong types raise ValueError with the nearest name."""
+    """A validated `Config` from nested dicts; unknown names and wrong types raise ValueError with the nearest
+    name."""
     sections = {f.name: f.type for f in dataclasses.fields(Config)}
     built = {}
     for section, values in (tree or {}).items():
@@ -298,21 +378,29 @@ def from_dict(tree: dict) -> Config:
             if name not in kinds:
                 near = difflib.get_close_matches(str(name), kinds)
                 like = None if near else _option_like(str(name), section)
-                raise ValueError(f"unknown option {section}.{name}: " + (f"did you mean {like}?" if like else _nearest(str(name), kinds)))
-        built[section] = sections[section](**{name: _convert(v, kinds[name], f"{section}.{name}") for name, v in values.items()})
+                raise ValueError(
+                    f"unknown option {section}.{name}: "
+                    + (f"did you mean {like}?" if like else _nearest(str(name), kinds))
+                )
+        built[section] = sections[section](
+            **{name: _convert(v, kinds[name], f"{section}.{name}") for name, v in values.items()}
+        )
     cfg = Config(**built)
     validate(cfg)
     return cfg
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """YAML without aliases, of which a few lines may stand for gigabytes, and in which a name may be given once: of two sections
-    `loss:` the first would be lost without a word."""
+    """YAML without aliases, of which a few lines may stand for gigabytes, and in which a name may be given
+    once: of two sections `loss:` the first would be lost without a word."""
 
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()
-            raise yaml.YAMLError(f"line {event.start_mark.line + 1}: the alias *{event.anchor} is not read: write out what it stands for")
+            raise yaml.YAMLError(
+                f"line {event.start_mark.line + 1}: the alias *{event.anchor} is not read: write out what "
+                "it stands for"
+            )
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node, deep=False):
@@ -320,7 +408,9 @@ class _PlainLoader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep)
             if isinstance(key, (str, int, float)) and key in seen:
-                raise yaml.YAMLError(f"{key!r} is given twice, the second time at line {key_node.start_mark.line + 1}")
+                raise yaml.YAMLError(
+                    f"{key!r} is given twice, the second time at line {key_node.start_mark.line + 1}"
+                )
             seen.add(key if isinstance(key, (str, int, float)) else None)
         return super().construct_mapping(node, deep)
 
@@ -333,15 +423,20 @@ def parse_yaml(text: str):
         return yaml.load(text, _PlainLoader)
     except RecursionError:
         raise ValueError("brackets nested too deeply") from None
-    except (yaml.YAMLError, ValueError, TypeError) as error:  # ValueError: a number of thousands of digits, a date that does not exist
+    # ValueError: a number of thousands of digits, a date that does not exist
+    except (yaml.YAMLError, ValueError, TypeError) as error:
         raise ValueError(str(error)) from None
 
 
 def read_yaml(path: str | Path) -> dict:
     """The mapping that a YAML file holds; ValueError names the file where it holds anything else."""
     if not Path(path).is_file():
-        near = difflib.get_close_matches(Path(path).name, [other.name for other in Path(path).parent.glob("*.yaml")], n=1)
-        raise ValueError(f"no config file {path}" + (f": did you mean {Path(path).parent / near[0]}?" if near else ""))
+        near = difflib.get_close_matches(
+            Path(path).name, [other.name for other in Path(path).parent.glob("*.yaml")], n=1
+        )
+        raise ValueError(
+            f"no config file {path}" + (f": did you mean {Path(path).parent / near[0]}?" if near else "")
+        )
     try:
         tree = parse_yaml(Path(path).read_text(encoding="utf-8")) or {}
     except ValueError as error:  # UnicodeDecodeError is one
@@ -364,7 +459,14 @@ def with_overrides(tree: dict, overrides: list[str]) -> Config:
         section, dot, option = name.partition(".")
         if not (sign and dot and option):
             like = _option_like(name) if sign and not dot else None
-            raise ValueError(f"override {override!r}: " + (f"did you mean {like}={value}?" if like else "write section.option=value, such as loss.lld_weight=0.1"))
+            raise ValueError(
+                f"override {override!r}: "
+                + (
+                    f"did you mean {like}={value}?"
+                    if like
+                    else "write section.option=value, such as loss.lld_weight=0.1"
+                )
+            )
         if tree.get(section) is None:
             tree[section] = {}
         target = tree[section]
@@ -382,16 +484,21 @@ def with_overrides(tree: dict, overrides: list[str]) -> Config:
 
 
 def read_back(path: str | Path, overrides: list[str] = (), reads: bool = True) -> tuple[Config, list[str]]:
-    """The options of a file that somebody else may have written, such as RUN/config.yaml, and the names of those not taken from it.
+    """The options of a file that somebody else may have written, such as RUN/config.yaml, and the names of
+    those not taken from it.
 
-    Options of CODE_AND_WRITES keep their defaults unless an override, which the user typed, gives them; so do those of
-    READS where `reads` is False.
+    Options of CODE_AND_WRITES keep their defaults unless an override, which the user typed, gives them; so do
+    those of READS where `reads` is False.
     """
     tree, default, dropped = copy.deepcopy(read_yaml(path)), to_dict(Config()), []
     for name in CODE_AND_WRITES + (() if reads else READS):
         section, _, option = name.partition(".")
         options = tree.get(section)
-        if isinstance(options, dict) and option in options and options.pop(option) != default[section][option]:
+        if (
+            isinstance(options, dict)
+            and option in options
+            and options.pop(option) != default[section][option]
+        ):
             dropped.append(name)
     tree.pop("tinyworld", None)  # its options say how to make what `dir` names
     if not reads and isinstance(tree.get("eval"), dict):
@@ -425,12 +532,31 @@ def validate(cfg: Config) -> None:
     """Refuses values out of range and combinations that cannot act, each with the value and the remedy."""
     for section, names in {
         "run": ("steps", "save_every"),
-        "rollout": ("num_questions", "max_turns", "max_prompt_tokens", "max_new_tokens", "max_observation_tokens", "num_slots"),
+        "rollout": (
+            "num_questions",
+            "max_turns",
+            "max_prompt_tokens",
+            "max_new_tokens",
+            "max_observation_tokens",
+            "num_slots",
+        ),
         "optim": ("updates_per_rollout", "micro_batch_size", "lr", "max_grad_norm"),
         "retriever": ("topk", "timeout_s", "deadline_s"),
         "eval": ("max_questions", "max_turns", "batch_size"),
         "monitor": ("sentinel_size", "trajectories_questions"),
-        "plan": ("gpus", "gpu_memory_gb", "prompt_tokens", "written_tokens", "observation_tokens", "tflops", "bandwidth_gb_s", "link_gb_s", "host_gb_s", "cpu_gb_s", "efficiency"),
+        "plan": (
+            "gpus",
+            "gpu_memory_gb",
+            "prompt_tokens",
+            "written_tokens",
+            "observation_tokens",
+            "tflops",
+            "bandwidth_gb_s",
+            "link_gb_s",
+            "host_gb_s",
+            "cpu_gb_s",
+            "efficiency",
+        ),
         "tinyworld": ("num_people", "warm_start_steps", "num_layers", "hidden_size"),
     }.items():
         for name in names:
@@ -440,7 +566,16 @@ def validate(cfg: Config) -> None:
     for section, names in {
         "run": ("seed", "keep_checkpoints", "watchdog_s"),
         "rollout": ("temperature",),
-        "loss": ("clip_low", "clip_high", "kl_weight", "entropy_weight", "lld_weight", "lld_tolerance", "lld_answer_weight", "lld_lag_steps"),
+        "loss": (
+            "clip_low",
+            "clip_high",
+            "kl_weight",
+            "entropy_weight",
+            "lld_weight",
+            "lld_tolerance",
+            "lld_answer_weight",
+            "lld_lag_steps",
+        ),
         "optim": ("warmup_steps", "weight_decay"),
         "retriever": ("retries", "rerank"),
         "eval": ("every", "temperature"),
@@ -452,80 +587,174 @@ def validate(cfg: Config) -> None:
                 raise ValueError(f"{section}.{name} = {value}: must not be negative")
     if not cfg.run.dir:
         raise ValueError("run.dir is empty: name the folder that is to receive what the run writes")
-    for name, most in {"run.seed": MAX_SEED, "tinyworld.seed": MAX_SEED, "run.watchdog_s": MAX_WATCHDOG_S}.items():
+    for name, most in {
+        "run.seed": MAX_SEED,
+        "tinyworld.seed": MAX_SEED,
+        "run.watchdog_s": MAX_WATCHDOG_S,
+    }.items():
         section, _, option = name.partition(".")
         if (value := getattr(getattr(cfg, section), option)) > most:
             raise ValueError(f"{name} = {value}: must be at most {most:g}")
     for name in (*CODE_AND_WRITES, *READS):
         section, _, option = name.partition(".")
         value = getattr(getattr(cfg, section), option)
-        for text in value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else [value]:
+        for text in (
+            value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else [value]
+        ):
             if isinstance(text, str) and "\0" in text:
                 raise ValueError(f"{name} = {text!r}: a path cannot hold the character NUL")
     rollout, loss, optim = cfg.rollout, cfg.loss, cfg.optim
     if rollout.group_size < 2:
-        raise ValueError(f"rollout.group_size = {rollout.group_size}: a group of one has no advantage to learn from; use 2 or more")
+        raise ValueError(
+            f"rollout.group_size = {rollout.group_size}: a group of one has no advantage to learn from; "
+            "use 2 or more"
+        )
     if rollout.temperature == 0:
-        raise ValueError("rollout.temperature = 0: greedy episodes of a group are all alike and teach nothing; use 1.0 (eval.temperature may be 0)")
+        raise ValueError(
+            "rollout.temperature = 0: greedy episodes of a group are all alike and teach nothing; use 1.0 "
+            "(eval.temperature may be 0)"
+        )
     for section in ("rollout", "eval"):
         top_p = getattr(cfg, section).top_p
         if not 0 < top_p <= 1:
             raise ValueError(f"{section}.top_p = {top_p}: must be in (0, 1]")
     if loss.old_logprobs == "sampler" and rollout.top_p < 1:
-        raise ValueError(f"loss.old_logprobs = 'sampler' with rollout.top_p = {rollout.top_p}: the sampler's log-probabilities are those of the cut distribution and no ratio can be built on them; use 'trainer' or top_p 1.0")
+        raise ValueError(
+            f"loss.old_logprobs = 'sampler' with rollout.top_p = {rollout.top_p}: the sampler's "
+            "log-probabilities are those of the cut distribution and no ratio can be built on them; use "
+            "'trainer' or top_p 1.0"
+        )
     if cfg.eval.top_p < 1 and cfg.eval.temperature == 0:
-        raise ValueError(f"eval.top_p = {cfg.eval.top_p} does nothing with eval.temperature = 0 (greedy): drop one of the two")
+        raise ValueError(
+            f"eval.top_p = {cfg.eval.top_p} does nothing with eval.temperature = 0 (greedy): drop one of "
+            "the two"
+        )
     if loss.clip_low >= 1:
-        raise ValueError(f"loss.clip_low = {loss.clip_low}: must be below 1, or the ratio is never clipped from below")
+        raise ValueError(
+            f"loss.clip_low = {loss.clip_low}: must be below 1, or the ratio is never clipped from below"
+        )
     if rollout.max_new_tokens + rollout.max_observation_tokens > rollout.max_episode_tokens - 1:
         raise ValueError(
-            f"rollout.max_new_tokens + rollout.max_observation_tokens = {rollout.max_new_tokens + rollout.max_observation_tokens} leave no room for a prompt and a second turn "
+            "rollout.max_new_tokens + rollout.max_observation_tokens = "
+            f"{rollout.max_new_tokens + rollout.max_observation_tokens} leave no room for a prompt and a "
+            "second turn "
             f"in rollout.max_episode_tokens = {rollout.max_episode_tokens}"
         )
     if rollout.max_episode_tokens <= rollout.max_prompt_tokens:
-        raise ValueError(f"rollout.max_episode_tokens = {rollout.max_episode_tokens}: must exceed rollout.max_prompt_tokens = {rollout.max_prompt_tokens}")
+        raise ValueError(
+            f"rollout.max_episode_tokens = {rollout.max_episode_tokens}: must exceed "
+            f"rollout.max_prompt_tokens = {rollout.max_prompt_tokens}"
+        )
     num_rows = rollout.num_questions * rollout.group_size
     if num_rows % optim.updates_per_rollout:
-        raise ValueError(f"rollout.num_questions x rollout.group_size = {num_rows} episodes do not divide into optim.updates_per_rollout = {optim.updates_per_rollout} equal mini-batches")
-    if loss.lld_weight > 0 and optim.updates_per_rollout == 1 and loss.lld_lag_steps == 0:
-        raise ValueError("loss.lld_weight > 0 with optim.updates_per_rollout = 1 and loss.lld_lag_steps = 0 cannot act: at the only update the policy still is the old policy and no likelihood has fallen yet; use more updates per rollout, lld_lag_steps >= 1, or lld_weight 0")
-    if optim.updates_per_rollout == 1 and cfg.monitor.rescore_every == 0 and cfg.monitor.stop_in_phase in (2, 3):
         raise ValueError(
-            f"monitor.stop_in_phase = {cfg.monitor.stop_in_phase} with optim.updates_per_rollout = 1 and monitor.rescore_every = 0 would never act: displacement is then seen only where a rollout is re-scored; "
+            f"rollout.num_questions x rollout.group_size = {num_rows} episodes do not divide into "
+            f"optim.updates_per_rollout = {optim.updates_per_rollout} equal mini-batches"
+        )
+    if loss.lld_weight > 0 and optim.updates_per_rollout == 1 and loss.lld_lag_steps == 0:
+        raise ValueError(
+            "loss.lld_weight > 0 with optim.updates_per_rollout = 1 and loss.lld_lag_steps = 0 cannot act: "
+            "at the only update the policy still is the old policy and no likelihood has fallen yet; use "
+            "more updates per rollout, lld_lag_steps >= 1, or lld_weight 0"
+        )
+    if (
+        optim.updates_per_rollout == 1
+        and cfg.monitor.rescore_every == 0
+        and cfg.monitor.stop_in_phase in (2, 3)
+    ):
+        raise ValueError(
+            f"monitor.stop_in_phase = {cfg.monitor.stop_in_phase} with optim.updates_per_rollout = 1 and "
+            "monitor.rescore_every = 0 would never act: displacement is then seen only where a rollout is "
+            "re-scored; "
             "set monitor.rescore_every, 1 for every step, or stop at 4 (collapse), which needs none"
         )
-    lld_options = [f.name for f in dataclasses.fields(Loss) if f.name.startswith("lld_") and f.name != "lld_weight"]
+    lld_options = [
+        f.name for f in dataclasses.fields(Loss) if f.name.startswith("lld_") and f.name != "lld_weight"
+    ]
     _refuse_unread(cfg, "loss", lld_options, loss.lld_weight == 0, "loss.lld_weight = 0")
-    _refuse_unread(cfg, "loss", ["lld_answer_weight"], loss.lld_answer_schedule == "paper", "loss.lld_answer_schedule = 'paper', which reads lld_answer_searches")
-    _refuse_unread(cfg, "loss", ["lld_answer_searches"], loss.lld_answer_schedule != "paper", f"loss.lld_answer_schedule = {loss.lld_answer_schedule!r}")
-    _refuse_unread(cfg, "reward", ["structure_format_score", "final_format_score", "retrieval_score"], cfg.reward.kind != "format", f"reward.kind = {cfg.reward.kind!r}")
-    _refuse_unread(cfg, "tinyworld", [f.name for f in dataclasses.fields(TinyWorld) if f.name != "dir"], cfg.tinyworld.dir is None, "tinyworld.dir = null")
+    _refuse_unread(
+        cfg,
+        "loss",
+        ["lld_answer_weight"],
+        loss.lld_answer_schedule == "paper",
+        "loss.lld_answer_schedule = 'paper', which reads lld_answer_searches",
+    )
+    _refuse_unread(
+        cfg,
+        "loss",
+        ["lld_answer_searches"],
+        loss.lld_answer_schedule != "paper",
+        f"loss.lld_answer_schedule = {loss.lld_answer_schedule!r}",
+    )
+    _refuse_unread(
+        cfg,
+        "reward",
+        ["structure_format_score", "final_format_score", "retrieval_score"],
+        cfg.reward.kind != "format",
+        f"reward.kind = {cfg.reward.kind!r}",
+    )
+    _refuse_unread(
+        cfg,
+        "tinyworld",
+        [f.name for f in dataclasses.fields(TinyWorld) if f.name != "dir"],
+        cfg.tinyworld.dir is None,
+        "tinyworld.dir = null",
+    )
     if loss.lld_answer_schedule == "paper" and not loss.lld_answer_searches > 0:
         raise ValueError(f"loss.lld_answer_searches = {loss.lld_answer_searches}: must be greater than 0")
     if loss.lld_answer_schedule == "constant" and loss.lld_answer_weight > 1:
         raise ValueError(f"loss.lld_answer_weight = {loss.lld_answer_weight}: beta lies in [0, 1]")
-    _refuse_unread(cfg, "optim", ["micro_batch_size"], optim.micro_batch_tokens is not None, f"optim.micro_batch_tokens = {optim.micro_batch_tokens}")
+    _refuse_unread(
+        cfg,
+        "optim",
+        ["micro_batch_size"],
+        optim.micro_batch_tokens is not None,
+        f"optim.micro_batch_tokens = {optim.micro_batch_tokens}",
+    )
     if optim.micro_batch_tokens is not None and optim.micro_batch_tokens < rollout.max_episode_tokens:
-        raise ValueError(f"optim.micro_batch_tokens = {optim.micro_batch_tokens}: must hold the longest episode, rollout.max_episode_tokens = {rollout.max_episode_tokens}; null counts rows instead (micro_batch_size)")
+        raise ValueError(
+            f"optim.micro_batch_tokens = {optim.micro_batch_tokens}: must hold the longest episode, "
+            f"rollout.max_episode_tokens = {rollout.max_episode_tokens}; null counts rows instead "
+            "(micro_batch_size)"
+        )
     if len(optim.betas) != 2 or not all(0 <= b < 1 for b in optim.betas):
         raise ValueError(f"optim.betas = {list(optim.betas)}: must be two numbers in [0, 1)")
     for name in cfg.eval.benchmarks:
         check_name(name, "eval.benchmarks")
     unknown = [name for name in cfg.eval.during_training if name not in cfg.eval.benchmarks]
     if unknown:
-        raise ValueError(f"eval.during_training names {unknown[0]!r}: {_nearest(unknown[0], cfg.eval.benchmarks)}")
+        raise ValueError(
+            f"eval.during_training names {unknown[0]!r}: {_nearest(unknown[0], cfg.eval.benchmarks)}"
+        )
     if not 0 <= rollout.max_failed_groups < 1:
-        raise ValueError(f"rollout.max_failed_groups = {rollout.max_failed_groups}: must be in [0, 1), a share of the step's groups")
-    fewest = (rollout.num_questions - int(rollout.max_failed_groups * rollout.num_questions)) * rollout.group_size
+        raise ValueError(
+            f"rollout.max_failed_groups = {rollout.max_failed_groups}: must be in [0, 1), a share of the "
+            "step's groups"
+        )
+    fewest = (
+        rollout.num_questions - int(rollout.max_failed_groups * rollout.num_questions)
+    ) * rollout.group_size
     if fewest < optim.updates_per_rollout:
-        raise ValueError(f"rollout.max_failed_groups = {rollout.max_failed_groups} may leave {fewest} episodes of a step, fewer than optim.updates_per_rollout = {optim.updates_per_rollout}: lower one of the two")
+        raise ValueError(
+            f"rollout.max_failed_groups = {rollout.max_failed_groups} may leave {fewest} episodes of a "
+            f"step, fewer than optim.updates_per_rollout = {optim.updates_per_rollout}: lower one of the "
+            "two"
+        )
     if cfg.plan.efficiency > 1:
-        raise ValueError(f"plan.efficiency = {cfg.plan.efficiency}: a share of what the hardware does at most; must be in (0, 1]")
+        raise ValueError(
+            f"plan.efficiency = {cfg.plan.efficiency}: a share of what the hardware does at most; must be "
+            "in (0, 1]"
+        )
     validate_retriever(cfg)
     if cfg.retriever.url is None and cfg.retriever.corpus is None and cfg.retriever.replay is None:
-        raise ValueError("retriever.url is null, so the search runs in this process and needs retriever.corpus (and retriever.index, unless backend is bm25)")
+        raise ValueError(
+            "retriever.url is null, so the search runs in this process and needs retriever.corpus (and "
+            "retriever.index, unless backend is bm25)"
+        )
     if cfg.tinyworld.num_people < 20:
-        raise ValueError(f"tinyworld.num_people = {cfg.tinyworld.num_people}: too small for distractors; use 20 or more")
+        raise ValueError(
+            f"tinyworld.num_people = {cfg.tinyworld.num_people}: too small for distractors; use 20 or more"
+        )
     for name in ("namesake_share", "two_hop_share"):
         if not 0 <= getattr(cfg.tinyworld, name) <= 1:
             raise ValueError(f"tinyworld.{name} = {getattr(cfg.tinyworld, name)}: must be in [0, 1]")
@@ -534,12 +763,37 @@ def validate(cfg: Config) -> None:
 def validate_retriever(cfg: Config) -> None:
     options = cfg.retriever
     _refuse_unread(cfg, "retriever", ["replicas"], options.url is None, "retriever.url = null")
-    for name, backend in (("dtype", "torch"), ("faiss_params", "faiss"), ("rerank", "faiss"), ("oracle_questions", "oracle")):
-        _refuse_unread(cfg, "retriever", [name], options.backend not in (backend, None), f"retriever.backend = {options.backend!r}")
+    for name, backend in (
+        ("dtype", "torch"),
+        ("faiss_params", "faiss"),
+        ("rerank", "faiss"),
+        ("oracle_questions", "oracle"),
+    ):
+        _refuse_unread(
+            cfg,
+            "retriever",
+            [name],
+            options.backend not in (backend, None),
+            f"retriever.backend = {options.backend!r}",
+        )
     finds_always = options.url is None and options.replay is None and options.backend not in ("faiss", None)
-    _refuse_unread(cfg, "retriever", ["empty_results"], finds_always, f"retriever.backend = {options.backend!r} in this process, which finds something for every query")
-    _refuse_unread(cfg, "retriever", ["record"], options.replay is not None, f"retriever.replay = {options.replay!r}")
+    _refuse_unread(
+        cfg,
+        "retriever",
+        ["empty_results"],
+        finds_always,
+        f"retriever.backend = {options.backend!r} in this process, which finds something for every query",
+    )
+    _refuse_unread(
+        cfg, "retriever", ["record"], options.replay is not None, f"retriever.replay = {options.replay!r}"
+    )
     if options.backend == "oracle" and options.oracle_questions is None:
-        raise ValueError("retriever.backend = 'oracle' needs retriever.oracle_questions: the questions whose gold answers it is to find")
+        raise ValueError(
+            "retriever.backend = 'oracle' needs retriever.oracle_questions: the questions whose gold "
+            "answers it is to find"
+        )
     if options.max_memory_gb is not None and not options.max_memory_gb > 0:
-        raise ValueError(f"retriever.max_memory_gb = {options.max_memory_gb}: must be greater than 0, or null for what is free")
+        raise ValueError(
+            f"retriever.max_memory_gb = {options.max_memory_gb}: must be greater than 0, or null for what "
+            "is free"
+        )

@@ -1,6 +1,7 @@
 """Retrievers that are controls of an experiment: passages at random, none at all, and the right ones.
 
-Each answers every query, so that a run with it differs from a run with a real index in what is found and in nothing else.
+Each answers every query, so that a run with it differs from a run with a real index in what is found and in
+nothing else.
 """
 
 import hashlib
@@ -25,15 +26,23 @@ class RandomSearch:
         self.corpus = corpus
 
     def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        draw = lambda query: np.random.default_rng(int.from_bytes(hashlib.blake2b(query.encode(), digest_size=8).digest(), "big"))
-        return [[self.corpus[int(row)] for row in draw(query).choice(len(self.corpus), min(topk, len(self.corpus)), replace=False)] for query in queries]
+        draw = lambda query: np.random.default_rng(
+            int.from_bytes(hashlib.blake2b(query.encode(), digest_size=8).digest(), "big")
+        )
+        return [
+            [
+                self.corpus[int(row)]
+                for row in draw(query).choice(len(self.corpus), min(topk, len(self.corpus)), replace=False)
+            ]
+            for query in queries
+        ]
 
 
 class EmptySearch:
     """One passage that says, in so many words, that nothing is found: does searching matter?
 
-    It is text on purpose: a search that failed or found nothing never becomes a passage, so this control cannot be
-    mistaken for either, and no group is dropped for it, whatever `retriever.empty_results` says.
+    It is text on purpose: a search that failed or found nothing never becomes a passage, so this control
+    cannot be mistaken for either, and no group is dropped for it, whatever `retriever.empty_results` says.
     """
 
     backend, encoder = "empty", None
@@ -46,10 +55,11 @@ class EmptySearch:
 
 
 class OracleSearch:
-    """Passages that hold a gold answer, for the known question nearest to the query (BM25): how far could search take us?
+    """Passages that hold a gold answer, for the known question nearest to the query (BM25): how far could
+    search take us?
 
-    They are the first of the NUM_CANDIDATES best passages for question and answers together that hold an answer as
-    whole words; where too few do, the best others follow.
+    They are the first of the NUM_CANDIDATES best passages for question and answers together that hold an
+    answer as whole words; where too few do, the best others follow.
     """
 
     backend, encoder = "oracle", None
@@ -68,11 +78,18 @@ class OracleSearch:
     def _search_one(self, query: str, topk: int) -> list[Passage]:
         number = self.by_text.get(query.strip().lower())
         if number is None:
-            number = int(np.argmax(self.nearest.get_scores_from_ids(self.nearest.get_tokens_ids(WORD.findall(query.lower())))))
+            number = int(
+                np.argmax(
+                    self.nearest.get_scores_from_ids(self.nearest.get_tokens_ids(WORD.findall(query.lower())))
+                )
+            )
         question = self.questions[number]
         golds = [spaced for gold in question.golden_answers if (spaced := _spaced(gold)).strip()]
-        [found] = self.words.search([" ".join([question.text, *question.golden_answers])], max(topk, NUM_CANDIDATES))
-        found.sort(key=lambda passage: not any(gold in _spaced(passage.contents) for gold in golds))  # stable: BM25's order within
+        [found] = self.words.search(
+            [" ".join([question.text, *question.golden_answers])], max(topk, NUM_CANDIDATES)
+        )
+        # Stable: BM25's order within
+        found.sort(key=lambda passage: not any(gold in _spaced(passage.contents) for gold in golds))
         return found[:topk]
 
 

@@ -15,37 +15,50 @@ from tqdm import tqdm
 
 from lld.protocol import Passage, is_blank
 
-SMALL_BYTES = 1 << 22  # a file up to this size is read into memory at every start and leaves no Arrow file behind
+# A file up to this size is read into memory at every start and leaves no Arrow file behind
+SMALL_BYTES = 1 << 22
 BATCH_ROWS = 1 << 14
 SCHEMA = pa.schema([("id", pa.large_string()), ("contents", pa.large_string())])
 
 
 def parse_passage(line: bytes, where: str) -> Passage:
-    """The passage in one jsonl line; ValueError naming `where` unless it is {"id": …, "contents": non-empty string}."""
+    """The passage in one jsonl line; ValueError naming `where` unless it is {"id": …, "contents": non-empty
+    string}."""
     try:
-        record = json.loads(line.decode())  # given bytes, json.loads takes as long again to guess the encoding
+        # Given bytes, json.loads takes as long again to guess the encoding
+        record = json.loads(line.decode())
         name, contents = str(record["id"]), record["contents"]
-        (name + contents).encode()  # a lone surrogate would break the tokenizer and the server's reply much later
+        # A lone surrogate would break the tokenizer and the server's reply much later
+        (name + contents).encode()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{where}: {line[:80]!r} must be a JSON object with \"id\" and \"contents\" in UTF-8 ({error!r}); mend or delete the line") from None
+        raise ValueError(
+            f'{where}: {line[:80]!r} must be a JSON object with "id" and "contents" in UTF-8 ({error!r}); '
+            "mend or delete the line"
+        ) from None
     if not isinstance(record["id"], (str, int)) or isinstance(record["id"], bool) or is_blank(contents):
-        raise ValueError(f"{where}: {line[:80]!r} needs an \"id\" (string or number) and a non-empty \"contents\"; mend or delete the line")
+        raise ValueError(
+            f'{where}: {line[:80]!r} needs an "id" (string or number) and a non-empty "contents"; mend or '
+            "delete the line"
+        )
     return Passage(name, contents)
 
 
 class Corpus:
     """The passages of a jsonl or jsonl.gz file; `corpus[i]` is line i (from 0).
 
-    Lines are parsed and checked once (about 8 µs each) into an Arrow file under $LLD_CACHE (default ~/.cache/lld), which
-    later starts map without reading it, as long as the jsonl keeps its size and its time of change. Files up to
-    SMALL_BYTES are read into memory instead. `sha256` is of the unpacked jsonl.
-    Raises ValueError for a missing or empty file, a malformed line and a repeated id, with file and line number.
+    Lines are parsed and checked once (about 8 µs each) into an Arrow file under $LLD_CACHE (default
+    ~/.cache/lld), which later starts map without reading it, as long as the jsonl keeps its size and its time
+    of change. Files up to SMALL_BYTES are read into memory instead. `sha256` is of the unpacked jsonl. Raises
+    ValueError for a missing or empty file, a malformed line and a repeated id, with file and line number.
     """
 
     def __init__(self, path: str | Path):
         self.path = str(path)
         if not Path(path).is_file():
-            raise ValueError(f"no corpus file {path}: set retriever.corpus to a jsonl (or .jsonl.gz) of {{\"id\", \"contents\"}}")
+            raise ValueError(
+                f'no corpus file {path}: set retriever.corpus to a jsonl (or .jsonl.gz) of {{"id", '
+                f'"contents"}}'
+            )
         status = os.stat(path)
         self.source = {"size": str(status.st_size), "mtime_ns": str(status.st_mtime_ns)}
         if status.st_size <= SMALL_BYTES:
@@ -66,7 +79,8 @@ class Corpus:
                     aside.unlink(missing_ok=True)
             except OSError as error:
                 raise ValueError(
-                    f"cannot keep the passages of {path} in {arrow.parent} ({error}): make room there, or set LLD_CACHE "
+                    f"cannot keep the passages of {path} in {arrow.parent} ({error}): make room there, or "
+                    "set LLD_CACHE "
                     "to another folder"
                 ) from None
             self._open(pa.memory_map(str(arrow)))
@@ -82,7 +96,9 @@ class Corpus:
 
     def _open(self, source) -> None:
         reader = pa.ipc.open_file(source)
-        *self.batches, (_, about) = [reader.get_batch_with_custom_metadata(i) for i in range(reader.num_record_batches)]
+        *self.batches, (_, about) = [
+            reader.get_batch_with_custom_metadata(i) for i in range(reader.num_record_batches)
+        ]
         self.batches = [batch for batch, _ in self.batches]
         self.about = {key.decode(): value.decode() for key, value in dict(about or {}).items()}
         self.sha256, self.num_passages = self.about["sha256"], int(self.about["num_passages"])
@@ -91,8 +107,14 @@ class Corpus:
         """Writes batches of BATCH_ROWS passages; a last batch without rows carries the fingerprint."""
         digest, hashes, rows, line = hashlib.sha256(), array.array("q"), [], b""
         size = os.path.getsize(self.path)
-        with pa.ipc.new_file(sink, SCHEMA) as writer, _open_lines(self.path) as file, tqdm(desc=f"reading {self.path}", unit="passage", disable=size <= SMALL_BYTES) as bar:
-            flush = lambda: writer.write_batch(pa.record_batch([pa.array(column, pa.large_string()) for column in zip(*rows)], schema=SCHEMA))
+        with (
+            pa.ipc.new_file(sink, SCHEMA) as writer,
+            _open_lines(self.path) as file,
+            tqdm(desc=f"reading {self.path}", unit="passage", disable=size <= SMALL_BYTES) as bar,
+        ):
+            flush = lambda: writer.write_batch(
+                pa.record_batch([pa.array(column, pa.large_string()) for column in zip(*rows)], schema=SCHEMA)
+            )
             for number, line in enumerate(_lines(file, self.path), start=1):
                 digest.update(line)
                 passage = parse_passage(line, f"{self.path} line {number}")
@@ -131,7 +153,8 @@ class Corpus:
 
 
 def arrow_path(path: str | Path) -> Path:
-    """Where the Arrow file of a corpus is kept: one for each path, so that a changed corpus replaces its old one."""
+    """Where the Arrow file of a corpus is kept: one for each path, so that a changed corpus replaces its old
+    one."""
     folder = Path(os.environ.get("LLD_CACHE") or "~/.cache/lld").expanduser() / "corpora"
     resolved = Path(path).resolve()
     return folder / f"{resolved.name}-{hashlib.sha256(str(resolved).encode()).hexdigest()[:16]}.arrow"
@@ -141,7 +164,9 @@ def _open_lines(path: str):
     try:
         return gzip.open(path) if path.endswith(".gz") else open(path, "rb")
     except OSError as error:
-        raise ValueError(f"cannot read {path} ({error.strerror}): mend its permissions, or give another corpus") from None
+        raise ValueError(
+            f"cannot read {path} ({error.strerror}): mend its permissions, or give another corpus"
+        ) from None
 
 
 def _lines(file, path: str) -> Iterator[bytes]:
@@ -162,5 +187,7 @@ def _refuse_repeated_ids(path: str, hashes: array.array) -> None:
             if hashes[number - 1] in suspects:
                 name = parse_passage(line, f"{path} line {number}").id
                 if name in seen:
-                    raise ValueError(f"{path} line {number}: id {name!r} was used on line {seen[name]}; ids must differ")
+                    raise ValueError(
+                        f"{path} line {number}: id {name!r} was used on line {seen[name]}; ids must differ"
+                    )
                 seen[name] = number

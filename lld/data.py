@@ -13,12 +13,16 @@ import torch
 
 SPLIT_NAMES = ("train", "dev", "test", "validation")
 WANTED = 'a row is such as {"id": "1", "question": "Who wrote Emma?", "golden_answers": ["Jane Austen"]}'
-REMEDY = "give a .parquet (Search-R1) or .jsonl (FlashRAG) file, a folder with one for each split, or a hub name such as PeterJinGo/nq_hotpotqa_train"
+REMEDY = (
+    "give a .parquet (Search-R1) or .jsonl (FlashRAG) file, a folder with one for each split, or a "
+    "hub name such as PeterJinGo/nq_hotpotqa_train"
+)
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question: `id` is 'source/id', unique over all sources; `supporting_titles` are the gold pages where known."""
+    """One question: `id` is 'source/id', unique over all sources; `supporting_titles` are the gold pages
+    where known."""
 
     id: str
     text: str
@@ -32,15 +36,21 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict]]:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 ({error}): save it as UTF-8") from None
-    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: U+2028 may stand inside a JSON string
+    # Not splitlines: U+2028 may stand inside a JSON string
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} line {number} is not valid JSON ({error}): each line must hold one object; {WANTED}") from None
+            raise ValueError(
+                f"{path} line {number} is not valid JSON ({error}): each line must hold one object; {WANTED}"
+            ) from None
         if not isinstance(row, dict):
-            raise ValueError(f"{path} line {number} holds {type(row).__name__} {line.strip()[:40]!r}: each line must hold one object; {WANTED}")
+            raise ValueError(
+                f"{path} line {number} holds {type(row).__name__} {line.strip()[:40]!r}: each line must "
+                f"hold one object; {WANTED}"
+            )
         yield f"{path} line {number}", row
 
 
@@ -52,7 +62,9 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict]]:
                 yield f"{path} row {number}", row
                 number += 1
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path} is not a readable parquet file ({error}): write or download it again") from None
+        raise ValueError(
+            f"{path} is not a readable parquet file ({error}): write or download it again"
+        ) from None
 
 
 def _hub_rows(where: str, splits: Sequence[str]) -> Iterator[tuple[str, dict]]:
@@ -61,10 +73,13 @@ def _hub_rows(where: str, splits: Sequence[str]) -> Iterator[tuple[str, dict]]:
     owner, name, *config = where.split("/")
     repository, config = f"{owner}/{name}", config[0] if config else None
     try:
-        # All splits: naming one would load them all the same, and listing them first fails offline even if all is cached.
+        # All splits: naming one would load them all the same, and listing them first fails offline even if
+        # all is cached.
         dataset = datasets.load_dataset(repository, config)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(f"no file or folder {where}, and the hub does not give it ({error}): {REMEDY}") from error
+        raise ValueError(
+            f"no file or folder {where}, and the hub does not give it ({error}): {REMEDY}"
+        ) from error
     split = _first_known(splits, list(dataset), where)
     for number, row in enumerate(dataset[split]):
         yield f"{where} {split} row {number}", row
@@ -77,7 +92,10 @@ def _first_known(splits: Sequence[str], known: Sequence[str], where: str) -> str
     for split in splits:
         if split in known:
             return split
-    raise ValueError(f"{where} has no split {splits[0]!r}, only {', '.join(sorted(known)) or 'none'}: name one of these, or give the file itself")
+    raise ValueError(
+        f"{where} has no split {splits[0]!r}, only {', '.join(sorted(known)) or 'none'}: name one of "
+        "these, or give the file itself"
+    )
 
 
 def _file_of_split(folder: Path, splits: Sequence[str]) -> Path:
@@ -96,7 +114,10 @@ def _texts(value, where: str) -> tuple[str, ...]:
     """A string, or a list, tuple or numpy array of strings, as a tuple without the blank ones."""
     value = value.tolist() if hasattr(value, "tolist") else value
     value = [value] if isinstance(value, str) else value
-    if not isinstance(value, (list, tuple)) or not all(isinstance(item, (str, int, float)) and item is not True and item is not False and item == item for item in value):
+    if not isinstance(value, (list, tuple)) or not all(
+        isinstance(item, (str, int, float)) and item is not True and item is not False and item == item
+        for item in value
+    ):
         raise ValueError(f"{where} = {value!r}: must be a list of strings")
     return tuple(text for item in value if (text := str(item).strip()))
 
@@ -106,19 +127,31 @@ def _question_text(row: dict, place: str) -> str:
     if text is None:
         prompt = row.get("prompt")
         prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-        messages = [m for m in (prompt if isinstance(prompt, (list, tuple)) else ()) if _field(m, "role") == "user"]
+        messages = [
+            m for m in (prompt if isinstance(prompt, (list, tuple)) else ()) if _field(m, "role") == "user"
+        ]
         if not messages:
-            raise ValueError(f"{place}: missing field 'question' (and no user message in 'prompt'): add a 'question' to every row; {WANTED}")
+            raise ValueError(
+                f"{place}: missing field 'question' (and no user message in 'prompt'): add a 'question' to "
+                f"every row; {WANTED}"
+            )
         content = _field(messages[-1], "content")
         if not isinstance(content, str):
             raise ValueError(f"{place}: the prompt's content {content!r} is no text: add a 'question' column")
-        head, marker, text = content.partition("Question: ")  # the first one: a question may contain the words itself
+        # The first one: a question may contain the words itself
+        head, marker, text = content.partition("Question: ")
         if not marker:
-            raise ValueError(f"{place}: the prompt {head[:60]!r} has no 'Question: ' to tell its question by: add a 'question' column")
+            raise ValueError(
+                f"{place}: the prompt {head[:60]!r} has no 'Question: ' to tell its question by: add a "
+                "'question' column"
+            )
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"{place}: question = {text!r} is empty: remove the row or give it a text")
     if any("\ud800" <= char <= "\udfff" for char in text):
-        raise ValueError(f"{place}: question = {text!r} holds half a character (a lone surrogate) and cannot be encoded: mend the text")
+        raise ValueError(
+            f"{place}: question = {text!r} holds half a character (a lone surrogate) and cannot be "
+            "encoded: mend the text"
+        )
     return text.strip()
 
 
@@ -129,36 +162,52 @@ def _question(row: dict, place: str, default_source: str) -> Question:
         split = _field(row, "extra_info", "split")
         name = index if split is None else f"{split}_{index}"  # FlashRAG's own form of id, "train_0"
     if name is None:
-        raise ValueError(f"{place}: missing field 'id' (and no extra_info.index): add an 'id' to every row; {WANTED}")
+        raise ValueError(
+            f"{place}: missing field 'id' (and no extra_info.index): add an 'id' to every row; {WANTED}"
+        )
     if not str(name).strip() or isinstance(name, (list, dict, bool)):
         raise ValueError(f"{place}: id = {name!r} must be a string or a number")
     text = _question_text(row, place)
     target = row.get("golden_answers")
     target = _field(row, "reward_model", "ground_truth", "target") if target is None else target
     if target is None:
-        raise ValueError(f"{place}: missing field 'golden_answers' (and no reward_model.ground_truth.target): add it to every row; {WANTED}")
+        raise ValueError(
+            f"{place}: missing field 'golden_answers' (and no reward_model.ground_truth.target): add it to "
+            f"every row; {WANTED}"
+        )
     golden_answers = _texts(target, f"{place}: golden_answers")
     if not golden_answers:
-        raise ValueError(f"{place}: golden_answers = {list(target)!r} of {text!r} are empty: such a question cannot be scored, remove the row")
+        raise ValueError(
+            f"{place}: golden_answers = {list(target)!r} of {text!r} are empty: such a question cannot be "
+            "scored, remove the row"
+        )
     try:
         "".join((str(source), str(name), *golden_answers)).encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{place}: id {name!r} or golden_answers {golden_answers!r} hold half a character (a lone surrogate) and cannot be encoded: mend the text") from None
+        raise ValueError(
+            f"{place}: id {name!r} or golden_answers {golden_answers!r} hold half a character (a lone "
+            "surrogate) and cannot be encoded: mend the text"
+        ) from None
     titles = _field(row, "metadata", "supporting_titles")
     titles = () if titles is None else _texts(titles, f"{place}: metadata.supporting_titles")
     return Question(f"{source}/{name}", text, golden_answers, source, titles)
 
 
-def load_questions(where: str, *, split: str = "train", sources: Sequence[str] = (), source: str | None = None) -> list[Question]:
-    """The questions of a Search-R1 parquet or FlashRAG jsonl file, of a folder of such files, or of a data set on the hub.
+def load_questions(
+    where: str, *, split: str = "train", sources: Sequence[str] = (), source: str | None = None
+) -> list[Question]:
+    """The questions of a Search-R1 parquet or FlashRAG jsonl file, of a folder of such files, or of a data
+    set on the hub.
 
-    `split` picks the file of a folder (`train.jsonl`) or the split of a hub set; "test" falls back to "dev", then "train"
-    (FlashRAG's and Search-R1's choice of evaluation split). A single file is read whole. A hub name is 'owner/name' or
-    'owner/name/config'. `sources` keeps only these `data_source`s; `source` names the source of rows that carry none (if
-    None: the hub config, the file's stem, or its folder if the stem is a split: nq/test.jsonl is of "nq").
+    `split` picks the file of a folder (`train.jsonl`) or the split of a hub set; "test" falls back to "dev",
+    then "train" (FlashRAG's and Search-R1's choice of evaluation split). A single file is read whole. A hub
+    name is 'owner/name' or 'owner/name/config'. `sources` keeps only these `data_source`s; `source` names the
+    source of rows that carry none (if None: the hub config, the file's stem, or its folder if the stem is a
+    split: nq/test.jsonl is of "nq").
 
-    Ids are 'source/id': FlashRAG's "test_0" and Search-R1's extra_info.index start anew in every source, by which Search-R1
-    puts two questions into one GRPO group. Raises ValueError, with file and line, for anything that cannot be read or scored.
+    Ids are 'source/id': FlashRAG's "test_0" and Search-R1's extra_info.index start anew in every source, by
+    which Search-R1 puts two questions into one GRPO group. Raises ValueError, with file and line, for
+    anything that cannot be read or scored.
     """
     path = Path(where).expanduser()
     splits = ("test", "dev", "train") if split == "test" else (split,)
@@ -178,7 +227,10 @@ def load_questions(where: str, *, split: str = "train", sources: Sequence[str] =
     for place, row in rows:
         question = _question(row, place, source or default_source)
         if question.id in places:
-            raise ValueError(f"{place}: id {question.id!r} is already that of {places[question.id]}: ids must be unique within a source")
+            raise ValueError(
+                f"{place}: id {question.id!r} is already that of {places[question.id]}: ids must be unique "
+                "within a source"
+            )
         places[question.id] = place
         questions.append(question)
     if not questions:
@@ -186,21 +238,28 @@ def load_questions(where: str, *, split: str = "train", sources: Sequence[str] =
     known = {question.source for question in questions}
     for name in sources:
         if name not in known:
-            raise ValueError(f"{where} has no rows of source {name!r}: its sources are {', '.join(sorted(known))}")
+            raise ValueError(
+                f"{where} has no rows of source {name!r}: its sources are {', '.join(sorted(known))}"
+            )
     return [question for question in questions if not sources or question.source in sources]
 
 
 def _epoch_order(size: int, seed: int, epoch: int) -> torch.Tensor:
-    """(size,) permutation of one epoch; hashed, since torch's CPU generator reads only the low 32 bits of a seed."""
+    """(size,) permutation of one epoch; hashed, since torch's CPU generator reads only the low 32 bits of a
+    seed."""
     digest = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()
     return torch.randperm(size, generator=torch.Generator().manual_seed(int.from_bytes(digest[:4], "big")))
 
 
-def questions_of_step(questions: Sequence[Question], step: int, num_questions: int, seed: int) -> list[Question]:
-    """The questions of one step, a pure function of (seed, step): items [step*P, (step+1)*P) of an endless stream.
+def questions_of_step(
+    questions: Sequence[Question], step: int, num_questions: int, seed: int
+) -> list[Question]:
+    """The questions of one step, a pure function of (seed, step): items [step*P, (step+1)*P) of an endless
+    stream.
 
-    The stream is epoch after epoch, each a fresh permutation of all questions. A step may cross from one epoch to the next
-    and then may hold a question twice: a group is a position in the step, not a question id. P = `num_questions`.
+    The stream is epoch after epoch, each a fresh permutation of all questions. A step may cross from one
+    epoch to the next and then may hold a question twice: a group is a position in the step, not a question
+    id. P = `num_questions`.
     """
     assert questions and step >= 0 and num_questions > 0
     size, first, last = len(questions), step * num_questions, (step + 1) * num_questions

@@ -52,8 +52,10 @@ class SlotCache:
 
     def _allocate(self, length: int) -> torch.Tensor:
         *outer, heads, dim = self.shape
-        # Zeros, because masked keys still enter the softmax as 0 * value and must be finite. In memory a head's
-        # tokens are neighbours on a CPU, whose attention takes 4 times longer otherwise; a GPU's flash kernels
+        # Zeros, because masked keys still enter the softmax as 0 * value and must be finite. In memory a
+        # head's
+        # tokens are neighbours on a CPU, whose attention takes 4 times longer otherwise; a GPU's flash
+        # kernels
         # ask for whole tokens.
         if self.options["device"].type == "cuda":
             return torch.zeros(*outer, length, heads, dim, **self.options)

@@ -9,16 +9,19 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
-CHARACTERS_A_TOKEN = 128  # what lies beyond is cut before it is tokenized: WordPiece reads words of up to 100 letters
-PASS_TOKENS = {"cpu": 32, "cuda": 2048}  # a forward pass costs this much beyond its tokens: weights to read (measured), kernels to launch (a guess)
+# What lies beyond is cut before it is tokenized: WordPiece reads words of up to 100 letters
+CHARACTERS_A_TOKEN = 128
+# A forward pass costs this much beyond its tokens: weights to read (measured), kernels to launch (a guess)
+PASS_TOKENS = {"cpu": 32, "cuda": 2048}
 
 
 def encoder_style(name: str) -> dict[str, str]:
-    """What an encoder expects, from the last part of its name: {"query": prefix, "passage": prefix, "pooling": "mean" | "cls"}.
+    """What an encoder expects, from the last part of its name: {"query": prefix, "passage": prefix,
+    "pooling": "mean" | "cls"}.
 
-    "e5" as a word of the name: "query: " / "passage: ", mean. "bge": an instruction before queries, CLS. Any other: no
-    prefix, mean. These are Search-R1's rules. `1_Pooling/config.json` in a local folder overrules the pooling; ValueError
-    if it asks for another kind.
+    "e5" as a word of the name: "query: " / "passage: ", mean. "bge": an instruction before queries, CLS. Any
+    other: no prefix, mean. These are Search-R1's rules. `1_Pooling/config.json` in a local folder overrules
+    the pooling; ValueError if it asks for another kind.
     """
     words = re.split(r"[^a-z0-9]+", Path(name).name.lower())
     style = {"query": "", "passage": "", "pooling": "mean"}
@@ -30,18 +33,25 @@ def encoder_style(name: str) -> dict[str, str]:
     if pooling_file.is_file():
         try:
             options = json.loads(pooling_file.read_text())
-            modes = [key.removeprefix("pooling_mode_").removesuffix("_tokens").removesuffix("_token") for key, on in options.items() if on is True and key.startswith("pooling_mode_")]
+            modes = [
+                key.removeprefix("pooling_mode_").removesuffix("_tokens").removesuffix("_token")
+                for key, on in options.items()
+                if on is True and key.startswith("pooling_mode_")
+            ]
         except (ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"{pooling_file} is damaged ({error}): fetch the encoder again") from None
         mode = options.get("pooling_mode") or "+".join(modes)  # sentence-transformers >= 6 writes one name
         if mode not in ("mean", "cls"):
-            raise ValueError(f"{pooling_file} asks for {mode!r} pooling: use an encoder with mean or cls pooling")
+            raise ValueError(
+                f"{pooling_file} asks for {mode!r} pooling: use an encoder with mean or cls pooling"
+            )
         style["pooling"] = mode
     return style
 
 
 def cut_batches(lengths: list[int], most: int, pass_tokens: int) -> list[tuple[int, int]]:
-    """Cuts ascending `lengths` into batches [start, end) of up to `most` so that padded tokens, and `pass_tokens` a batch, are fewest in sum.
+    """Cuts ascending `lengths` into batches [start, end) of up to `most` so that padded tokens, and
+    `pass_tokens` a batch, are fewest in sum.
 
     >>> cut_batches([5, 5, 6, 40], 16, 8)
     [(0, 3), (3, 4)]
@@ -60,14 +70,16 @@ def cut_batches(lengths: list[int], most: int, pass_tokens: int) -> list[tuple[i
 
 
 def encoder_device(device: str | None) -> torch.device:
-    """The device with its number: "cuda" alone is GPU 0 in a thread that has not chosen one, as a pool's have not."""
+    """The device with its number: "cuda" alone is GPU 0 in a thread that has not chosen one, as a pool's have
+    not."""
     if (device or "cuda") == "cuda" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(device or "cpu")
 
 
 class Encoder:
-    """A text encoder from a hub name or folder: fp16 on a GPU, fp32 on the CPU; safe to call from several threads.
+    """A text encoder from a hub name or folder: fp16 on a GPU, fp32 on the CPU; safe to call from several
+    threads.
 
     On several GPUs each process of `accelerate launch` has its own; a single process uses the current one.
     """
@@ -79,30 +91,49 @@ class Encoder:
             self.tokenizer = AutoTokenizer.from_pretrained(name)
             shape = AutoConfig.from_pretrained(name)
             shape._attn_implementation = None  # a file may name a kernel on the hub there, which is code
-            self.model = AutoModel.from_pretrained(name, config=shape, dtype=torch.float16 if self.device.type == "cuda" else torch.float32)
+            self.model = AutoModel.from_pretrained(
+                name, config=shape, dtype=torch.float16 if self.device.type == "cuda" else torch.float32
+            )
         except (OSError, ValueError) as error:
-            raise ValueError(f"cannot load the encoder {name!r}: give retriever.encoder a hub name or a folder with model and tokenizer ({error})") from None
+            raise ValueError(
+                f"cannot load the encoder {name!r}: give retriever.encoder a hub name or a folder with "
+                f"model and tokenizer ({error})"
+            ) from None
         self.model.to(self.device).eval()
         self.dim = self.model.config.hidden_size
         self.lock = threading.Lock()  # a fast tokenizer refuses two threads at once ("Already borrowed")
 
     @torch.inference_mode()
     def encode(self, texts: list[str], kind: str, batch_size: int = 256, progress=None) -> torch.Tensor:
-        """Unit vectors (Q, D), float32 on the CPU, of "query" or "passage" texts cut at `max_tokens`, in the order given.
+        """Unit vectors (Q, D), float32 on the CPU, of "query" or "passage" texts cut at `max_tokens`, in the
+        order given.
 
-        Texts of like length share a batch of `batch_size` or fewer, so that little is padded. The same texts and `batch_size`
-        make the same batches, so the same bits. `progress(n)` is told of every n texts done.
+        Texts of like length share a batch of `batch_size` or fewer, so that little is padded. The same texts
+        and `batch_size` make the same batches, so the same bits. `progress(n)` is told of every n texts done.
         """
         most = CHARACTERS_A_TOKEN * self.max_tokens
         with self.lock:
-            tokens = self.tokenizer([self.style[kind] + text[:most] for text in texts], truncation=True, max_length=self.max_tokens) if texts else {}
+            tokens = (
+                self.tokenizer(
+                    [self.style[kind] + text[:most] for text in texts],
+                    truncation=True,
+                    max_length=self.max_tokens,
+                )
+                if texts
+                else {}
+            )
         order = sorted(range(len(texts)), key=lambda row: (len(tokens["input_ids"][row]), row))
         vectors_QD = torch.empty(len(texts), self.dim)
-        for start, end in cut_batches([len(tokens["input_ids"][row]) for row in order], batch_size, PASS_TOKENS[self.device.type]):
+        for start, end in cut_batches(
+            [len(tokens["input_ids"][row]) for row in order], batch_size, PASS_TOKENS[self.device.type]
+        ):
             rows = order[start:end]
             with self.lock:
-                padded = self.tokenizer.pad({name: [ids[row] for row in rows] for name, ids in tokens.items()}, return_tensors="pt").to(self.device)
-            with torch.autocast(self.device.type, enabled=False):  # a rollout that searches in its own thread may be under it
+                padded = self.tokenizer.pad(
+                    {name: [ids[row] for row in rows] for name, ids in tokens.items()}, return_tensors="pt"
+                ).to(self.device)
+            # A rollout that searches in its own thread may be under it
+            with torch.autocast(self.device.type, enabled=False):
                 hidden_QTD = self.model(**padded).last_hidden_state.float()
             if self.style["pooling"] == "cls":
                 pooled_QD = hidden_QTD[:, 0]

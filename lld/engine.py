@@ -2,9 +2,11 @@
 
 The engine knows tokens and has never heard of search. Its contract:
 
-    engine.add(key, prompt_ids, seeds, max_new_tokens)      # one sample a seed; the prompt is prefilled once for all of them
+    engine.add(key, prompt_ids, seeds, max_new_tokens)      # one sample a seed; the prompt is prefilled once
+      for all of them
     engine.step() -> list[Stopped]                          # one token for every running slot
-    engine.extend((key, sample), token_ids, max_new_tokens) # append an observation: only the new tokens are prefilled
+    engine.extend((key, sample), token_ids, max_new_tokens) # append an observation: only the new tokens are
+      prefilled
     engine.release((key, sample))                           # frees the slot; a waiting sample takes it
 
 A step is one forward pass of packed tokens: the last token of every running slot, prompts and observations
@@ -28,7 +30,8 @@ PASS_TOKENS = 16384  # at most this many tokens in one pass, or one row that alo
 
 @dataclass
 class Stopped:
-    """A turn that ended: its token ids, their log-probabilities and why ("stop_string", "eos" or "length")."""
+    """A turn that ended: its token ids, their log-probabilities and why ("stop_string", "eos" or
+    "length")."""
 
     key: tuple
     token_ids: list[int]
@@ -123,8 +126,10 @@ class Engine:
         self.waiting: list[tuple] = []  # (key, sample, seed, max_new_tokens) without a slot
         last = tuple(stop[-1] for stop in stop_strings)
         tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-        # A stop string can only end in a token that contains its last character; only there is text looked at. An
-        # added token is its text and nothing else, so of these only those that can be the end of a stop string.
+        # A stop string can only end in a token that contains its last character; only there is text looked
+        # at. An
+        # added token is its text and nothing else, so of these only those that can be the end of a stop
+        # string.
         added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}
         ends = lambda text: any(
             stop.endswith(text[: i + 1]) or text[: i + 1].endswith(stop)
@@ -171,7 +176,8 @@ class Engine:
         sequence.state = FREE
 
     def step(self) -> list[Stopped]:
-        """One token for every running slot, and the first one for slots with something to read, in one pass."""
+        """One token for every running slot, and the first one for slots with something to read, in one
+        pass."""
         assert not self.lm.training, "in training mode gradient checkpointing drops the cache"
         autocast = (
             torch.is_autocast_enabled(self.device.type) and self.castless

@@ -14,8 +14,10 @@ THINK, SEARCH, ANSWER = 1, 2, 3  # parts of a response
 class Turn:
     """One action and what came back. Offsets count from the first token after the prompt.
 
-    Tokens [start, end) are the model's; [end, observation_end) are the observation, empty after the last action. From
-    `tag_start` on they are the action itself, `<search>` or `<answer>` and what follows (`end` for an invalid one). `stop` says why the sampler stopped: "stop_string", "eos" or "length" (the turn's budget).
+    Tokens [start, end) are the model's; [end, observation_end) are the observation, empty after the last
+    action. From `tag_start` on they are the action itself, `<search>` or `<answer>` and what follows (`end`
+    for an invalid one). `stop` says why the sampler stopped: "stop_string", "eos" or "length" (the turn's
+    budget).
     """
 
     start: int
@@ -34,11 +36,11 @@ class Turn:
 class Episode:
     """One conversation, token for token as it happened; nothing in it is ever decoded and encoded again.
 
-    `token_ids`, `action_ids` and `logprobs` have equal length and exclude the prompt. `action_ids[t]` is 0 for a token the
-    model did not write and k for a token of its k-th action; `logprobs[t]` is that of the distribution it was sampled
-    from (0.0 where action_ids is 0). `stop_reason` is "answer", "turns" (out of turns), "length" (out of context),
-    "failed_search" or "empty_search" (one that found nothing); of the last two `failure` says more, and such an episode is
-    never trained on.
+    `token_ids`, `action_ids` and `logprobs` have equal length and exclude the prompt. `action_ids[t]` is 0
+    for a token the model did not write and k for a token of its k-th action; `logprobs[t]` is that of the
+    distribution it was sampled from (0.0 where action_ids is 0). `stop_reason` is "answer", "turns" (out of
+    turns), "length" (out of context), "failed_search" or "empty_search" (one that found nothing); of the last
+    two `failure` says more, and such an episode is never trained on.
     """
 
     question: Question
@@ -68,7 +70,8 @@ class Episode:
 
     @property
     def num_searches(self) -> int:
-        """Valid searches that were carried out (Search-R1 also counts those of the last turn, which are not)."""
+        """Valid searches that were carried out (Search-R1 also counts those of the last turn, which are
+        not)."""
         return sum(turn.searched for turn in self.turns)
 
     @property
@@ -78,10 +81,12 @@ class Episode:
 
 @dataclass(frozen=True)
 class Batch:
-    """All episodes of a rollout as (B, T) tensors, prompt included and padded on the right; entry t describes token t.
+    """All episodes of a rollout as (B, T) tensors, prompt included and padded on the right; entry t describes
+    token t.
 
-    `token_ids_BT`, `action_ids_BT` (0 on prompt, observations and padding), `part_ids_BT` (THINK, SEARCH or ANSWER on the
-    model's tokens, 0 elsewhere; tags belong to their action) and `sampled_logprobs_BT` come from the episodes, `advantages_B` from their rewards, `lengths_B` counts prompt and response.
+    `token_ids_BT`, `action_ids_BT` (0 on prompt, observations and padding), `part_ids_BT` (THINK, SEARCH or
+    ANSWER on the model's tokens, 0 elsewhere; tags belong to their action) and `sampled_logprobs_BT` come
+    from the episodes, `advantages_B` from their rewards, `lengths_B` counts prompt and response.
     """
 
     token_ids_BT: torch.Tensor
@@ -113,6 +118,16 @@ def collate(episodes: list[Episode], advantages_PG: torch.Tensor, pad_id: int) -
         sampled_logprobs_BT[row, start:end] = torch.tensor(episode.logprobs)
         part_ids_BT[row, start:end] = (action_ids_BT[row, start:end] > 0) * THINK
         for turn in episode.turns:
-            part_ids_BT[row, start + turn.tag_start : start + turn.end] = SEARCH if turn.kind == "search" else ANSWER
+            part_ids_BT[row, start + turn.tag_start : start + turn.end] = (
+                SEARCH if turn.kind == "search" else ANSWER
+            )
         lengths_B[row] = end
-    return Batch(token_ids_BT, action_ids_BT, part_ids_BT, sampled_logprobs_BT, advantages_PG.flatten(), lengths_B, tuple(e.name for e in episodes))
+    return Batch(
+        token_ids_BT,
+        action_ids_BT,
+        part_ids_BT,
+        sampled_logprobs_BT,
+        advantages_PG.flatten(),
+        lengths_B,
+        tuple(e.name for e in episodes),
+    )

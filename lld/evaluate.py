@@ -1,7 +1,7 @@
 """Held-out questions -> scores and saved trajectories.
 
-One episode a question, every question scored, evaluation's own sampling settings (Search-R1 drops the last partial batch
-and, by losing a flag on the way, samples its validation at temperature 1).
+One episode a question, every question scored, evaluation's own sampling settings (Search-R1 drops the last
+partial batch and, by losing a flag on the way, samples its validation at temperature 1).
 """
 
 import difflib
@@ -33,47 +33,77 @@ RESAMPLED_VALUES = 1 << 22  # drawn at once by the bootstrap; bounds its memory
 
 
 def options_of(ckpt: Path, config_file: str | None, overrides: list[str]) -> Config:
-    """The options to play a checkpoint with: of `config_file`, or of the run that it lies in, RUN/checkpoints/step_N; says on the console what is read.
+    """The options to play a checkpoint with: of `config_file`, or of the run that it lies in,
+    RUN/checkpoints/step_N; says on the console what is read.
 
-    Either may be somebody else's: no code, no place to write and, of a run's own file, no server on another machine is taken
-    from it; the command line may give them. ValueError where there is no such file, or for a mistake in it.
+    Either may be somebody else's: no code, no place to write and, of a run's own file, no server on another
+    machine is taken from it; the command line may give them. ValueError where there is no such file, or for a
+    mistake in it.
     """
     path = Path(config_file) if config_file is not None else ckpt.absolute().parent.parent / "config.yaml"
     if config_file is None and (ckpt.absolute().parent.name != "checkpoints" or not path.is_file()):
-        raise ValueError(f"{ckpt} does not lie in a run's folder (RUN/checkpoints/step_N with RUN/config.yaml): give --config")
+        raise ValueError(
+            f"{ckpt} does not lie in a run's folder (RUN/checkpoints/step_N with RUN/config.yaml): give "
+            "--config"
+        )
     cfg, dropped = read_back(path, overrides)
     for name in dropped:
         if name in ("model.trust_remote_code", "retriever.record"):
-            print(f"{path}: {name} is not taken from a file: give {name}=… on the command line if it is meant", file=sys.stderr)
+            print(
+                f"{path}: {name} is not taken from a file: give {name}=… on the command line if it is meant",
+                file=sys.stderr,
+            )
     if config_file is None:
         servers = [url for url in (cfg.retriever.url, *cfg.retriever.replicas) if url is not None]
         given = {override.partition("=")[0] for override in overrides}
-        for url in servers if cfg.retriever.replay is None and not given & {"retriever.url", "retriever.replicas"} else ():
+        for url in (
+            servers
+            if cfg.retriever.replay is None and not given & {"retriever.url", "retriever.replicas"}
+            else ()
+        ):
             if urllib.parse.urlsplit(url).hostname not in LOOPBACK:
-                raise ValueError(f"{path} names the server {url!r}, which would be sent what the model asks: give retriever.url={url} if it is meant")
-        where = cfg.retriever.replay or (", ".join(servers) if servers else f"{cfg.retriever.backend} over {cfg.retriever.corpus}")
+                raise ValueError(
+                    f"{path} names the server {url!r}, which would be sent what the model asks: give "
+                    f"retriever.url={url} if it is meant"
+                )
+        where = cfg.retriever.replay or (
+            ", ".join(servers) if servers else f"{cfg.retriever.backend} over {cfg.retriever.corpus}"
+        )
         sets = ", ".join(f"{name} = {cfg.eval.benchmarks[name]}" for name in cfg.eval.benchmarks)
-        print(printable(f"options of {path}; search: {where}; benchmarks: {sets}; training questions: {cfg.data.train}"), file=sys.stderr)
+        print(
+            printable(
+                f"options of {path}; search: {where}; benchmarks: {sets}; training questions: "
+                f"{cfg.data.train}"
+            ),
+            file=sys.stderr,
+        )
     return cfg
 
 
 def load_benchmark(cfg: Config, name: str) -> list[Question]:
     """All test questions of the set that `eval.benchmarks` calls `name`.
 
-    From a file with several sources only those rows whose source is `name` are taken. Raises ValueError for an unknown
-    name, with the nearest one, and for whatever `load_questions` cannot read.
+    From a file with several sources only those rows whose source is `name` are taken. Raises ValueError for
+    an unknown name, with the nearest one, and for whatever `load_questions` cannot read.
     """
     where = cfg.eval.benchmarks.get(name)
     if where is None:
         close = difflib.get_close_matches(name, cfg.eval.benchmarks, n=1)
-        remedy = f"did you mean {close[0]!r}?" if close else f"eval.benchmarks has {', '.join(cfg.eval.benchmarks)}"
+        remedy = (
+            f"did you mean {close[0]!r}?"
+            if close
+            else f"eval.benchmarks has {', '.join(cfg.eval.benchmarks)}"
+        )
         raise ValueError(f"unknown benchmark {name!r}: {remedy}")
     questions = load_questions(where, split="test", source=name)
     sources = {question.source for question in questions}
     if len(sources) == 1:
         return questions
     if name not in sources:
-        raise ValueError(f"{where} holds {', '.join(sorted(sources))} but no rows of source {name!r}: name one of these in eval.benchmarks, or give a file of one source")
+        raise ValueError(
+            f"{where} holds {', '.join(sorted(sources))} but no rows of source {name!r}: name one of these "
+            "in eval.benchmarks, or give a file of one source"
+        )
     return [question for question in questions if question.source == name]
 
 
@@ -88,13 +118,17 @@ def evaluate_questions(
     progress: Callable[[int], None] | None = None,
     accelerator: Accelerator | None = None,
 ) -> list[dict]:
-    """Plays one episode a question and returns one record each (see `episode_record`), in the order of `questions`.
+    """Plays one episode a question and returns one record each (see `episode_record`), in the order of
+    `questions`.
 
-    The engine brings the sampling settings; turns come from `eval`, token budgets from `rollout`. With an accelerator
-    process r of R plays questions r, r + R, …, every process must call, and every process gets all records. Raises
-    RetrieverError or whatever else ended the rollout (tools.Unplayed), on all processes if on one: a process that left alone would keep the others waiting for its records.
+    The engine brings the sampling settings; turns come from `eval`, token budgets from `rollout`. With an
+    accelerator process r of R plays questions r, r + R, …, every process must call, and every process gets
+    all records. Raises RetrieverError or whatever else ended the rollout (tools.Unplayed), on all processes
+    if on one: a process that left alone would keep the others waiting for its records.
     """
-    rank, num_processes = (accelerator.process_index, accelerator.num_processes) if accelerator is not None else (0, 1)
+    rank, num_processes = (
+        (accelerator.process_index, accelerator.num_processes) if accelerator is not None else (0, 1)
+    )
     own, errors = [], []
     try:
         episodes = rollout(
@@ -113,7 +147,10 @@ def evaluate_questions(
             overlap_search=cfg.rollout.overlap_search,
             progress=progress,
         )
-        own = [(rank + i * num_processes, episode_record(tokenizer, episode)) for i, episode in enumerate(episodes)]
+        own = [
+            (rank + i * num_processes, episode_record(tokenizer, episode))
+            for i, episode in enumerate(episodes)
+        ]
     except Unplayed as error:
         if num_processes == 1:
             raise
@@ -128,7 +165,8 @@ def evaluate_questions(
 def gold_in_results(golden_answers: Sequence[str], contents: Sequence[str]) -> bool | None:
     """Whether a normalised gold answer stands, as whole words, in one of the retrieved passages.
 
-    None where every gold answer is "yes", "no" or empty once normalised: such an answer is not found but concluded.
+    None where every gold answer is "yes", "no" or empty once normalised: such an answer is not found but
+    concluded.
     """
     golds = [gold for gold in map(normalize_answer, golden_answers) if gold not in ("", "yes", "no")]
     if not golds:
@@ -138,9 +176,12 @@ def gold_in_results(golden_answers: Sequence[str], contents: Sequence[str]) -> b
 
 
 def episode_record(tokenizer, episode: Episode) -> dict:
-    """One episode as plain JSON types: its scores in [0, 1], its counts, and its turns as they can be read."""
+    """One episode as plain JSON types: its scores in [0, 1], its counts, and its turns as they can be
+    read."""
     question, answer = episode.question, episode.answer
-    decode = lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    decode = lambda token_ids: tokenizer.decode(
+        token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
     score = lambda metric: 0.0 if answer is None else metric(answer, question.golden_answers)
     turns = [
         {
@@ -166,14 +207,17 @@ def episode_record(tokenizer, episode: Episode) -> dict:
         "num_turns": len(turns),
         "num_valid_actions": sum(turn["kind"] != "invalid" for turn in turns),
         "truncated": episode.stop_reason == "length" or any(turn["stop"] == "length" for turn in turns),
-        "gold_in_results": gold_in_results(question.golden_answers, [text for turn in turns for text in turn["passages"]]),
+        "gold_in_results": gold_in_results(
+            question.golden_answers, [text for turn in turns for text in turn["passages"]]
+        ),
         "stop_reason": episode.stop_reason,
         "turns": turns,
     }
 
 
 def summarize(records: Sequence[dict]) -> dict[str, float]:
-    """Means over questions, and valid actions over actions; "gold_in_results" is absent where no question admits it.
+    """Means over questions, and valid actions over actions; "gold_in_results" is absent where no question
+    admits it.
 
     The names are those of `eval/<benchmark>/…` in metrics.jsonl and in the table of eval.py.
     """
@@ -185,7 +229,8 @@ def summarize(records: Sequence[dict]) -> dict[str, float]:
         "f1": mean("f1"),
         "cover_em": mean("cover_em"),
         "searches": mean("num_searches"),
-        "valid_action_rate": sum(record["num_valid_actions"] for record in records) / sum(record["num_turns"] for record in records),
+        "valid_action_rate": sum(record["num_valid_actions"] for record in records)
+        / sum(record["num_turns"] for record in records),
         "truncation_rate": mean("truncated"),
         "answered_rate": sum(record["answer"] is not None for record in records) / len(records),
         "num_questions": len(records),
@@ -200,7 +245,10 @@ def bootstrap_means(values: Sequence[float], *, num_resamples: int = 2000, seed:
     assert N > 0 and num_resamples > 0
     generator = torch.Generator().manual_seed(seed)
     rows = max(1, RESAMPLED_VALUES // N)
-    means = [values_N[torch.randint(N, (min(rows, num_resamples - done), N), generator=generator)].mean(1) for done in range(0, num_resamples, rows)]
+    means = [
+        values_N[torch.randint(N, (min(rows, num_resamples - done), N), generator=generator)].mean(1)
+        for done in range(0, num_resamples, rows)
+    ]
     return torch.cat(means)
 
 
@@ -211,17 +259,24 @@ def percentile_interval(means: torch.Tensor, level: float = 0.95) -> tuple[float
     return low, high
 
 
-def bootstrap_interval(values: Sequence[float], *, num_resamples: int = 2000, seed: int = 0, level: float = 0.95) -> tuple[float, float]:
-    """Percentile bootstrap interval of the mean of `values`, one a question (Efron & Tibshirani 1993, ch. 13).
+def bootstrap_interval(
+    values: Sequence[float], *, num_resamples: int = 2000, seed: int = 0, level: float = 0.95
+) -> tuple[float, float]:
+    """Percentile bootstrap interval of the mean of `values`, one a question (Efron & Tibshirani 1993, ch.
+    13).
 
-    It says how far another draw of questions could move the figure; how far another training seed could, it does not.
+    It says how far another draw of questions could move the figure; how far another training seed could, it
+    does not.
     """
     return percentile_interval(bootstrap_means(values, num_resamples=num_resamples, seed=seed), level)
 
 
 def paper_averages(em_by_benchmark: dict) -> dict:
-    """GenAvg, MHAvg and Avg of the paper's tables, each the plain mean over its benchmarks; None where one is missing."""
+    """GenAvg, MHAvg and Avg of the paper's tables, each the plain mean over its benchmarks; None where one is
+    missing."""
     return {
-        name: sum(em_by_benchmark[member] for member in members) / len(members) if all(member in em_by_benchmark for member in members) else None
+        name: sum(em_by_benchmark[member] for member in members) / len(members)
+        if all(member in em_by_benchmark for member in members)
+        else None
         for name, members in AVERAGES.items()
     }

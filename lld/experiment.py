@@ -1,10 +1,13 @@
-"""Many runs as one experiment: worlds x arms x learning rates x seeds, in parallel processes, resumable, tabulated.
+"""Many runs as one experiment: worlds x arms x learning rates x seeds, in parallel processes, resumable,
+tabulated.
 
-    python -m lld.experiment configs/experiments/tiny.yaml [--jobs N] [--table-only] [--out FOLDER] [--worlds FOLDER]
+    python -m lld.experiment configs/experiments/tiny.yaml [--jobs N] [--table-only] [--out FOLDER] [--worlds
+    FOLDER]
 
-The YAML is described in lld/grid.py. Runs lie in OUT/{world}/{arm}-lr{rate}-s{seed}, their console in a .log beside it, prepared
-worlds in OUT/worlds/{world}. Finished runs are not repeated and half-finished ones go on from their newest checkpoint; tables
-(table.md, table.csv, runs.csv) and figure.png are made from the finished ones.
+The YAML is described in lld/grid.py. Runs lie in OUT/{world}/{arm}-lr{rate}-s{seed}, their console in a .log
+beside it, prepared worlds in OUT/worlds/{world}. Finished runs are not repeated and half-finished ones go on
+from their newest checkpoint; tables (table.md, table.csv, runs.csv) and figure.png are made from the finished
+ones.
 """
 
 import argparse
@@ -27,7 +30,8 @@ from lld.outcome_figure import plot_experiment
 from lld.runs import parse_json, printable, read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TQDM_DISABLE": "1"}  # runs side by side, not threads; no bars in logs
+# Runs side by side, not threads; no bars in logs
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
 POLL_S = 0.5
 LOG_TAIL = 12  # lines of a failed run's log that are shown
 
@@ -39,7 +43,8 @@ class Job:
     log: Path
 
 
-# ------------------------------------------------------------------------------------------------------------------- run
+# -------------------------------------------------------------------------------------------------------------------
+# run
 
 
 def tail(log: Path, num_lines: int = LOG_TAIL) -> str:
@@ -62,9 +67,11 @@ def stop_all(processes: Sequence[subprocess.Popen], patience_s: float = 10.0) ->
 
 
 def execute(jobs: Sequence[Job], num_jobs: int, what: str, keep_open: tuple[int, ...] = ()) -> list[str]:
-    """Runs the jobs' commands, `num_jobs` at a time and one thread each; returns the names of those that failed.
+    """Runs the jobs' commands, `num_jobs` at a time and one thread each; returns the names of those that
+    failed.
 
-    A failure is shown with the end of its log and does not stop the others. Whatever ends this function ends its children.
+    A failure is shown with the end of its log and does not stop the others. Whatever ends this function ends
+    its children.
     """
     waiting, running, failed = list(jobs), {}, []
     with tqdm(total=len(jobs), desc=what, unit="job") as progress:
@@ -73,8 +80,16 @@ def execute(jobs: Sequence[Job], num_jobs: int, what: str, keep_open: tuple[int,
                 while waiting and len(running) < num_jobs:
                     job = waiting.pop(0)
                     job.log.parent.mkdir(parents=True, exist_ok=True)
-                    with open(job.log, "a") as log:  # its own session: a Ctrl-C reaches us alone, and we end it in order
-                        running[job] = subprocess.Popen(job.command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | ONE_THREAD, start_new_session=True, pass_fds=keep_open)
+                    # Its own session: a Ctrl-C reaches us alone, and we end it in order
+                    with open(job.log, "a") as log:
+                        running[job] = subprocess.Popen(
+                            job.command,
+                            stdout=log,
+                            stderr=subprocess.STDOUT,
+                            env=os.environ | ONE_THREAD,
+                            start_new_session=True,
+                            pass_fds=keep_open,
+                        )
                     progress.set_postfix_str(", ".join(job.name for job in running))
                 for job, process in list(running.items()):
                     if process.poll() is not None:
@@ -82,7 +97,11 @@ def execute(jobs: Sequence[Job], num_jobs: int, what: str, keep_open: tuple[int,
                         progress.update()
                         if process.returncode:
                             failed.append(job.name)
-                            progress.write(f"{job.name} failed with exit code {process.returncode}; the end of {job.log}:\n{tail(job.log)}", file=sys.stderr)
+                            progress.write(
+                                f"{job.name} failed with exit code {process.returncode}; the end of "
+                                f"{job.log}:\n{tail(job.log)}",
+                                file=sys.stderr,
+                            )
                 time.sleep(POLL_S if running else 0)
         finally:
             stop_all(list(running.values()))
@@ -107,30 +126,56 @@ def prepare_world(run: Run) -> int:
 def run_experiment(experiment: Experiment, num_jobs: int, script: Path, prepare: Sequence[str]) -> list[str]:
     """Prepares the worlds, then runs what is not finished; returns the names of the failures.
 
-    `script` is train.py; `prepare` the command that makes a world, to which the run's name is added. The lock is held by the children
-    too: not even one left over from a killed experiment can write into a run that a second experiment continues.
+    `script` is train.py; `prepare` the command that makes a world, to which the run's name is added. The lock
+    is held by the children too: not even one left over from a killed experiment can write into a run that a
+    second experiment continues.
     """
     experiment.out.mkdir(parents=True, exist_ok=True)
     with open(experiment.out / ".lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ValueError(f"another experiment, or a run that one started, is still working in {experiment.out}: wait for it or end it") from None
+            raise ValueError(
+                f"another experiment, or a run that one started, is still working in {experiment.out}: "
+                "wait for it or end it"
+            ) from None
         todo = [run for run in experiment.runs if not run.finished()]
-        worlds = {run.world: run for run in reversed(todo) if run.cfg.tinyworld.dir is not None}  # any run of a world will do
-        jobs = [Job(f"world {name}", (*prepare, run.name), experiment.out / f"world-{name}.log") for name, run in reversed(worlds.items())]
+        # Any run of a world will do
+        worlds = {run.world: run for run in reversed(todo) if run.cfg.tinyworld.dir is not None}
+        jobs = [
+            Job(f"world {name}", (*prepare, run.name), experiment.out / f"world-{name}.log")
+            for name, run in reversed(worlds.items())
+        ]
         failed = execute(jobs, num_jobs, "worlds", (lock.fileno(),)) if jobs else []
         skipped = [run for run in todo if f"world {run.world}" in failed]
         jobs = []
         for run in todo:
             resume = ["--resume"] if (run.folder / "config.yaml").exists() else []
             if run not in skipped:
-                jobs.append(Job(run.name, (sys.executable, str(script), "--config", str(experiment.base), *resume, *run.overrides), run.log))
-        print(f"{len(experiment.runs)} runs: {len(experiment.runs) - len(todo)} finished, {len(jobs)} to do, {len(skipped)} without a world", file=sys.stderr)
+                jobs.append(
+                    Job(
+                        run.name,
+                        (
+                            sys.executable,
+                            str(script),
+                            "--config",
+                            str(experiment.base),
+                            *resume,
+                            *run.overrides,
+                        ),
+                        run.log,
+                    )
+                )
+        print(
+            f"{len(experiment.runs)} runs: {len(experiment.runs) - len(todo)} finished, {len(jobs)} to do, "
+            f"{len(skipped)} without a world",
+            file=sys.stderr,
+        )
         return failed + execute(jobs, num_jobs, "runs", (lock.fileno(),))
 
 
-# ---------------------------------------------------------------------------------------------------------------- tables
+# ----------------------------------------------------------------------------------------------------------------
+# tables
 
 
 def commit_of(path: Path) -> str:
@@ -140,21 +185,31 @@ def commit_of(path: Path) -> str:
 
 
 def write_tables(experiment: Experiment, title: str) -> str:
-    """Writes table.md, table.csv, runs.csv and figure.png of the finished runs into OUT; returns the text of table.md."""
+    """Writes table.md, table.csv, runs.csv and figure.png of the finished runs into OUT; returns the text of
+    table.md."""
     finished = [run for run in experiment.runs if run.finished()]
     if not finished:
         raise ValueError(f"no run of this experiment has finished in {experiment.out}")
-    rows = {run.folder: read_metrics(run.folder)[: run.steps] for run in finished}  # a run that went on for longer is read up to here
+    # A run that went on for longer is read up to here
+    rows = {run.folder: read_metrics(run.folder)[: run.steps] for run in finished}
     runs = []
     for run in finished:
         about = {"world": run.world, "arm": run.arm, "rate": run.rate, "seed": run.seed, "steps": run.steps}
         runs.append(about | outcomes.describe_run(rows[run.folder], run.cfg.eval.during_training[0]))
     commits = sorted({commit_of(run.folder / "run.json") for run in finished} - {""})
     seeds = sorted({run.seed for run in finished})
-    head = f"{title}, base `{experiment.base}`: {len(finished)} of {len(experiment.runs)} runs finished, seeds {', '.join(map(str, seeds))}, commit {', '.join(commits) or 'unknown'}."
-    sections = [outcomes.by_rate(runs), outcomes.own_best(runs, experiment.reference), outcomes.paired(runs, experiment.reference)]
+    head = (
+        f"{title}, base `{experiment.base}`: {len(finished)} of {len(experiment.runs)} runs finished, "
+        f"seeds {', '.join(map(str, seeds))}, commit {', '.join(commits) or 'unknown'}."
+    )
+    sections = [
+        outcomes.by_rate(runs),
+        outcomes.own_best(runs, experiment.reference),
+        outcomes.paired(runs, experiment.reference),
+    ]
     curves = [(about, rows[run.folder]) for about, run in zip(runs, finished)]
-    today = [phases.detect(rows[run.folder], run.cfg.optim.updates_per_rollout) for run in finished]  # today's rule, whatever rule they logged
+    # Today's rule, whatever rule they logged
+    today = [phases.detect(rows[run.folder], run.cfg.optim.updates_per_rollout) for run in finished]
     sections.append(outcomes.warnings(curves, today))
     text = "\n\n".join([head, *[outcomes.markdown(table) for table in sections if table.rows]]) + "\n"
     (experiment.out / "table.md").write_text(text)
@@ -165,13 +220,22 @@ def write_tables(experiment: Experiment, title: str) -> str:
 
 
 def main(argv: list[str] | None = None, script: Path = ROOT / "train.py") -> int:
-    parser = argparse.ArgumentParser(prog="python -m lld.experiment", description="Runs and tabulates an experiment.")
+    parser = argparse.ArgumentParser(
+        prog="python -m lld.experiment", description="Runs and tabulates an experiment."
+    )
     parser.add_argument("experiment", help="YAML of configs/experiments/")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(), help="runs at a time, one thread each (default: number of cores)")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        help="runs at a time, one thread each (default: number of cores)",
+    )
     parser.add_argument("--table-only", action="store_true", help="tabulate what has finished; start nothing")
     parser.add_argument("--out", help="in place of the YAML's `out`")
     parser.add_argument("--worlds", help="folder of the prepared worlds (default: OUT/worlds)")
-    parser.add_argument("--prepare", metavar="RUN", help="only make the world of that run, named WORLD/ARM-lrRATE-sSEED")
+    parser.add_argument(
+        "--prepare", metavar="RUN", help="only make the world of that run, named WORLD/ARM-lrRATE-sSEED"
+    )
     args = parser.parse_args(argv)
     try:
         experiment = load_experiment(args.experiment, args.out, args.worlds)
@@ -188,7 +252,12 @@ def main(argv: list[str] | None = None, script: Path = ROOT / "train.py") -> int
             where = ["--out", str(experiment.out)] + (["--worlds", args.worlds] if args.worlds else [])
             before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C
             try:
-                failed = run_experiment(experiment, args.jobs, script, [sys.executable, "-m", "lld.experiment", args.experiment, *where, "--prepare"])
+                failed = run_experiment(
+                    experiment,
+                    args.jobs,
+                    script,
+                    [sys.executable, "-m", "lld.experiment", args.experiment, *where, "--prepare"],
+                )
             finally:
                 signal.signal(signal.SIGTERM, before)
         print(write_tables(experiment, Path(args.experiment).stem))
@@ -197,7 +266,11 @@ def main(argv: list[str] | None = None, script: Path = ROOT / "train.py") -> int
         print(f"lld.experiment: {printable(error)}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"lld.experiment: {printable(error)}: make room or mend the permissions; the same command continues", file=sys.stderr)
+        print(
+            f"lld.experiment: {printable(error)}: make room or mend the permissions; the same command "
+            "continues",
+            file=sys.stderr,
+        )
         return 7
     except KeyboardInterrupt:
         print("lld.experiment: stopped; the same command continues", file=sys.stderr)

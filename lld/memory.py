@@ -12,9 +12,11 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def vector_bytes(factory: str, dim: int) -> float:
-    """Bytes a vector takes in a FAISS index of this factory string: its code, its id in an inverted list, its graph edges.
+    """Bytes a vector takes in a FAISS index of this factory string: its code, its id in an inverted list, its
+    graph edges.
 
-    >>> vector_bytes("Flat", 768), vector_bytes("IVF16384,SQ8", 768), vector_bytes("OPQ192,IVF16384,PQ192x8", 768)
+    >>> vector_bytes("Flat", 768), vector_bytes("IVF16384,SQ8", 768), vector_bytes("OPQ192,IVF16384,PQ192x8",
+      768)
     (3072.0, 776.0, 200.0)
     """
     parts = factory.split(",")
@@ -32,7 +34,8 @@ def vector_bytes(factory: str, dim: int) -> float:
     if any(part.startswith("IVF") for part in parts):
         code += 8
     if match := re.match(r"HNSW(\d+)", parts[0]):
-        code += 4 * 2 * int(match[1]) * 1.05 + 12  # edges of the lowest level and the few above; level and offset
+        # Edges of the lowest level and the few above; level and offset
+        code += 4 * 2 * int(match[1]) * 1.05 + 12
     return code
 
 
@@ -55,7 +58,8 @@ def available_bytes() -> float:
     try:
         limit, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        free = free if limit == "max" else min(free, int(limit) - int(used) + int(stat.get("file", 0)))  # file pages give way
+        # File pages give way
+        free = free if limit == "max" else min(free, int(limit) - int(used) + int(stat.get("file", 0)))
     except (OSError, ValueError):
         pass
     return float(free)
@@ -66,31 +70,70 @@ def gpu_bytes() -> float:
     return sum(0.9 * torch.cuda.mem_get_info(number)[0] for number in range(torch.cuda.device_count()))
 
 
-def check(what: str, needed: float, num_vectors: int, dim: int, limit_gb: float | None = None, where: str = "memory", reserved: float = 0.0) -> None:
+def check(
+    what: str,
+    needed: float,
+    num_vectors: int,
+    dim: int,
+    limit_gb: float | None = None,
+    where: str = "memory",
+    reserved: float = 0.0,
+) -> None:
     """Prints the estimate; ValueError, naming what would fit, where `needed` bytes are more than there are.
 
-    Mapped files count in full: an exact search reads all of them for every batch, from the disk where they do not fit.
-    `reserved` bytes of the host's memory are spoken for.
+    Mapped files count in full: an exact search reads all of them for every batch, from the disk where they do
+    not fit. `reserved` bytes of the host's memory are spoken for.
     """
-    free = limit_gb * GB if limit_gb is not None else gpu_bytes() if where == "GPU memory" else available_bytes()
+    free = (
+        limit_gb * GB if limit_gb is not None else gpu_bytes() if where == "GPU memory" else available_bytes()
+    )
     free -= 0.0 if where == "GPU memory" else reserved
-    print(f"retriever: {what}: {needed / GB:.2f} GB of {where}, {free / GB:.2f} GB available", file=sys.stderr, flush=True)
+    print(
+        f"retriever: {what}: {needed / GB:.2f} GB of {where}, {free / GB:.2f} GB available",
+        file=sys.stderr,
+        flush=True,
+    )
     if needed <= free:
         return
-    fitting = [f"{name} ({size / GB:.2f} GB)" for name, size in choices(num_vectors, dim).items() if size <= free] if dim else []
-    remedy = f"what would fit: {', '.join(fitting)}" if fitting else "nothing here would fit: use a machine with more, a smaller corpus, or a GPU"
-    raise ValueError(f"{what} needs {needed / GB:.2f} GB of {where} for {num_vectors:,} vectors of {dim}, and {free / GB:.2f} GB are available; {remedy}. retriever.max_memory_gb overrules the limit")
+    fitting = (
+        [f"{name} ({size / GB:.2f} GB)" for name, size in choices(num_vectors, dim).items() if size <= free]
+        if dim
+        else []
+    )
+    remedy = (
+        f"what would fit: {', '.join(fitting)}"
+        if fitting
+        else "nothing here would fit: use a machine with more, a smaller corpus, or a GPU"
+    )
+    raise ValueError(
+        f"{what} needs {needed / GB:.2f} GB of {where} for {num_vectors:,} vectors of {dim}, and "
+        f"{free / GB:.2f} GB are available; {remedy}. retriever.max_memory_gb overrules the limit"
+    )
 
 
 def check_server(needed: float, limit_gb: float | None) -> None:
     """The same for what a server takes beside its index: cache, requests and replies under way."""
     free = limit_gb * GB if limit_gb is not None else available_bytes()
-    print(f"retriever: cache and requests: at most {needed / GB:.2f} GB of memory, {free / GB:.2f} GB available", file=sys.stderr, flush=True)
+    print(
+        f"retriever: cache and requests: at most {needed / GB:.2f} GB of memory, {free / GB:.2f} GB "
+        "available",
+        file=sys.stderr,
+        flush=True,
+    )
     if needed > free:
-        raise ValueError(f"cache and requests may need {needed / GB:.2f} GB of memory, and {free / GB:.2f} GB are available: lower --cache-mb, --max-passages or --max-body-mb, or raise --max-memory-gb")
+        raise ValueError(
+            f"cache and requests may need {needed / GB:.2f} GB of memory, and {free / GB:.2f} GB are "
+            "available: lower --cache-mb, --max-passages or --max-body-mb, or raise --max-memory-gb"
+        )
 
 
 def check_build(factory: str, num_vectors: int, dim: int, train_rows: int) -> None:
-    """The same for making a FAISS index: a flat one is streamed to the disk, any other is held while it is filled."""
-    held = 0.0 if factory in ("Flat", "none") else num_vectors * vector_bytes(factory, dim) + (0.0 if factory.startswith("HNSW") else 4.0 * min(num_vectors, train_rows) * dim)
+    """The same for making a FAISS index: a flat one is streamed to the disk, any other is held while it is
+    filled."""
+    held = (
+        0.0
+        if factory in ("Flat", "none")
+        else num_vectors * vector_bytes(factory, dim)
+        + (0.0 if factory.startswith("HNSW") else 4.0 * min(num_vectors, train_rows) * dim)
+    )
     check(f"building {factory}", held, num_vectors, dim)

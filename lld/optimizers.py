@@ -1,4 +1,5 @@
-"""AdamW with float32 moments, with moments in 8 bits (bitsandbytes), or with all that is its own in CPU memory."""
+"""AdamW with float32 moments, with moments in 8 bits (bitsandbytes), or with all that is its own in CPU
+memory."""
 
 import torch
 from torch import nn
@@ -7,16 +8,22 @@ from lld.config import Optim
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """AdamW on float32 weights in CPU memory; the device keeps a copy in `dtype` to compute with, and gradients in float32.
+    """AdamW on float32 weights in CPU memory; the device keeps a copy in `dtype` to compute with, and
+    gradients in float32.
 
-    6 bytes a weight on the device (bf16) instead of 16, and 16 in CPU memory; a step moves 6 bytes a weight between the two.
-    Gradients cross when `step` is called, so that clipping and skipping act as ever: torchao's CPUOffloadOptimizer sends them
-    off while the backward pass makes them, before their norm is known.
+    6 bytes a weight on the device (bf16) instead of 16, and 16 in CPU memory; a step moves 6 bytes a weight
+    between the two. Gradients cross when `step` is called, so that clipping and skipping act as ever:
+    torchao's CPUOffloadOptimizer sends them off while the backward pass makes them, before their norm is
+    known.
     """
 
     def __init__(self, weights, dtype: torch.dtype, **options):
         self.weights = list(weights)
-        super().__init__([nn.Parameter(weight.detach().to("cpu", torch.float32, copy=True)) for weight in self.weights], fused=True, **options)
+        super().__init__(
+            [nn.Parameter(weight.detach().to("cpu", torch.float32, copy=True)) for weight in self.weights],
+            fused=True,
+            **options,
+        )
         for weight in self.weights:
             weight.data = weight.data.to(dtype)
             weight.grad_dtype = torch.float32  # micro-batches are summed in it
@@ -45,19 +52,27 @@ class OffloadedAdamW(torch.optim.AdamW):
     def state_dict(self) -> dict:
         """The float32 weights are among the state: those of the model's checkpoint are rounded."""
         state = super().state_dict()
-        return state | {"state": {index: state["state"].get(index, {}) | {"master": master.detach()} for index, master in enumerate(self.masters)}}
+        return state | {
+            "state": {
+                index: state["state"].get(index, {}) | {"master": master.detach()}
+                for index, master in enumerate(self.masters)
+            }
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
         entries = {index: dict(values) for index, values in state["state"].items()}
         for index, master in enumerate(self.masters):
             master.copy_(entries[index].pop("master"))
-        super().load_state_dict(state | {"state": {index: values for index, values in entries.items() if values}})
+        super().load_state_dict(
+            state | {"state": {index: values for index, values in entries.items() if values}}
+        )
         self._publish()
 
 
 def make(policy: nn.Module, options: Optim, dtype: torch.dtype) -> torch.optim.Optimizer:
-    """The optimizer that `optim.name` names, at learning rate 0. "adamw_offload" turns the policy's weights into `dtype`."""
+    """The optimizer that `optim.name` names, at learning rate 0. "adamw_offload" turns the policy's weights
+    into `dtype`."""
     common = {"lr": 0.0, "betas": options.betas, "weight_decay": options.weight_decay}
     if options.name == "adamw_offload":
         return OffloadedAdamW(policy.parameters(), dtype, **common)
@@ -65,9 +80,13 @@ def make(policy: nn.Module, options: Optim, dtype: torch.dtype) -> torch.optim.O
         try:
             from bitsandbytes.optim import AdamW8bit
         except ImportError as error:
-            raise ValueError(f"optim.name = 'adamw_8bit' needs bitsandbytes: pip install -r requirements-8bit.txt, or use adamw or adamw_offload ({error})") from None
+            raise ValueError(
+                "optim.name = 'adamw_8bit' needs bitsandbytes: pip install -r requirements-8bit.txt, or "
+                f"use adamw or adamw_offload ({error})"
+            ) from None
         return AdamW8bit(policy.parameters(), **common)
-    return torch.optim.AdamW(policy.parameters(), fused=True, **common)  # torch's default would hold the roots of all second moments at once, 4 bytes a weight
+    # Torch's default would hold the roots of all second moments at once, 4 bytes a weight
+    return torch.optim.AdamW(policy.parameters(), fused=True, **common)
 
 
 def weight_dtype(options: Optim, mixed_precision: str) -> torch.dtype:
@@ -76,7 +95,8 @@ def weight_dtype(options: Optim, mixed_precision: str) -> torch.dtype:
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The model with its parameters in `dtype`; buffers stay as they are: bf16 is too coarse for rotary frequencies."""
+    """The model with its parameters in `dtype`; buffers stay as they are: bf16 is too coarse for rotary
+    frequencies."""
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)
     return model

@@ -1,27 +1,34 @@
-"""Early warning and alarm, online from a run's own log: the three phases of the death spiral (paper, Sec. 4.2, Fig. 2), and collapse.
+"""Early warning and alarm, online from a run's own log: the three phases of the death spiral (paper, Sec.
+4.2, Fig. 2), and collapse.
 
-The phases add up by how much correct responses lose likelihood under the updates, in units of their own negative
-log-likelihood, beyond an allowance (a one-sided CUSUM, Page 1954), and look at the other signals only then:
+The phases add up by how much correct responses lose likelihood under the updates, in units of their own
+negative log-likelihood, beyond an allowance (a one-sided CUSUM, Page 1954), and look at the other signals
+only then:
 
     x = displacement/correct / |likelihood/correct_old| of a step, cut at ±0.3;   S = max(0, S - x - 0.01)
 
-    1 stagnation     S > 0.3: correct responses have not become likelier for a while although they are rewarded
+    1 stagnation     S > 0.3: correct responses have not become likelier for a while although they are
+      rewarded
     2 decay          S > 2: the falls add up to twice these responses' whole negative log-likelihood
-    3 acceleration   decay, and at least two of: S grew by more than 0.5 over the last window; mean entropy above 1.3 times its
-                     lowest so far; median of ratio/q999 - 1 above twice its level in the first two windows; median gradient
-                     norm above twice its level there
+    3 acceleration   decay, and at least two of: S grew by more than 0.5 over the last window; mean entropy
+      above 1.3 times its
+                     lowest so far; median of ratio/q999 - 1 above twice its level in the first two windows;
+                     median gradient norm above twice its level there
 
-With one update a rollout x is that of the re-scored rollouts (`final/displacement/correct`, monitor.rescore_every), the only
-steps that say something. A window is 10 steps.
+With one update a rollout x is that of the re-scored rollouts (`final/displacement/correct`,
+monitor.rescore_every), the only steps that say something. A window is 10 steps.
 
-    4 collapse       needs no likelihood, as a dead run has no correct responses: at least two of these signs, or a lost reward for
-                     10 steps. The mean of the last 5 steps is compared with the best of a window so far (the first ones hold fewer
-                     steps): reward lost, below half and at least 0.1 lower; no mixed group in 5 steps, beside a lost reward;
-                     answered below half; valid_actions below half; truncated higher by 0.5; entropy above 3 times that of the
-                     first 5 steps, or below a twentieth of it
+    4 collapse       needs no likelihood, as a dead run has no correct responses: at least two of these signs,
+      or a lost reward for
+                     10 steps. The mean of the last 5 steps is compared with the best of a window so far (the
+                     first ones hold fewer steps): reward lost, below half and at least 0.1 lower; no mixed
+                     group in 5 steps, beside a lost reward; answered below half; valid_actions below half;
+                     truncated higher by 0.5; entropy above 3 times that of the first 5 steps, or below a
+                     twentieth of it
 
-A phase is reported while its condition holds. Everything is relative to the run's own course, so the rule knows no model's scale;
-the constants of phases 1 to 3 were chosen on runs of seed 0 of the tiny world, docs/alarm.md says what they and phase 4 are worth.
+A phase is reported while its condition holds. Everything is relative to the run's own course, so the rule
+knows no model's scale; the constants of phases 1 to 3 were chosen on runs of seed 0 of the tiny world,
+docs/alarm.md says what they and phase 4 are worth.
 """
 
 import math
@@ -32,24 +39,33 @@ ALLOWANCE, LARGEST_FALL = 0.01, 0.3
 STAGNATION, DECAY, GROWTH = 0.3, 2.0, 0.5
 ENTROPY_RISE, TAIL_RISE, GRADIENT_RISE = 1.3, 2.0, 2.0
 SHORT = 5  # steps of the means that tell a collapse
-LONG = 10  # steps in a row of a lost reward that need no second sign; without a mixed group that are worth a line
+# Steps in a row of a lost reward that need no second sign; without a mixed group that are worth a line
+LONG = 10
 HALF, LOST_REWARD, TRUNCATED_RISE = 0.5, 0.1, 0.5
 ENTROPY_HIGH, ENTROPY_LOW = 3.0, 0.05  # times the beginning's
-BETTER = {"reward/mean": max, "reward/mixed_groups": max, "answered": max, "valid_actions": max, "truncated": min}
+BETTER = {
+    "reward/mean": max,
+    "reward/mixed_groups": max,
+    "answered": max,
+    "valid_actions": max,
+    "truncated": min,
+}
 WATCHED = (*BETTER, "entropy", "ratio/q999", "grad_norm")
 NAMES = ("healthy", "stagnation", "decay", "acceleration", "collapse")
 COLLAPSE = NAMES.index("collapse")
 
 
 class Detector:
-    """Feeds on rows of metrics.jsonl, one by one, and says which phase the run is in; `num_updates` is optim.updates_per_rollout.
+    """Feeds on rows of metrics.jsonl, one by one, and says which phase the run is in; `num_updates` is
+    optim.updates_per_rollout.
 
-    After `update`, `signs` holds in words what has collapsed, also while one sign alone is no collapse yet, and `idle` the
-    number of steps in a row without a group to learn from.
+    After `update`, `signs` holds in words what has collapsed, also while one sign alone is no collapse yet,
+    and `idle` the number of steps in a row without a group to learn from.
     """
 
     def __init__(self, num_updates: int = 2):
-        # At the only update of a rollout the policy still is the old one: nothing has moved until it is re-scored.
+        # At the only update of a rollout the policy still is the old one: nothing has moved until it is
+        # re-scored.
         self.displacement = "displacement/correct" if num_updates > 1 else "final/displacement/correct"
         self.rows: list[dict] = []
         self.falls: list[float] = [0.0]  # S after each step
@@ -78,37 +94,47 @@ class Detector:
             return 0
         median = lambda name, start, end: statistics.median(self._values(name, start, end) or [0.0])
         first = lambda name: median(name, 0, 2 * WINDOW)
-        return sum([
-            self.falls[-1] - self.falls[-1 - WINDOW] > GROWTH,
-            statistics.fmean(self._values("entropy") or [0.0]) > ENTROPY_RISE * self.lowest_entropy,
-            median("ratio/q999", -WINDOW, None) - 1 > TAIL_RISE * (first("ratio/q999") - 1),
-            median("grad_norm", -WINDOW, None) > GRADIENT_RISE * first("grad_norm"),
-        ])  # fmt: skip
+        return sum(
+            [
+                self.falls[-1] - self.falls[-1 - WINDOW] > GROWTH,
+                statistics.fmean(self._values("entropy") or [0.0]) > ENTROPY_RISE * self.lowest_entropy,
+                median("ratio/q999", -WINDOW, None) - 1 > TAIL_RISE * (first("ratio/q999") - 1),
+                median("grad_norm", -WINDOW, None) > GRADIENT_RISE * first("grad_norm"),
+            ]
+        )
 
     def warning(self, row: dict, phase: int) -> str | None:
-        """What to say after the update with `row` where `phase` begins (0: none does); also where there has been nothing to learn from for long."""
+        """What to say after the update with `row` where `phase` begins (0: none does); also where there has
+        been nothing to learn from for long."""
         begins = f"step {row['step']}: phase {phase} ({NAMES[phase]}) begins"
         if phase == COLLAPSE:
             what = ", ".join(self.signs)
             return (
-                f"{begins}: {what} (best {WINDOW} steps -> last {SHORT}). Updates from here on only cost time: end the run (monitor.stop_in_phase=4 does it) and "
+                f"{begins}: {what} (best {WINDOW} steps -> last {SHORT}). Updates from here on only cost "
+                "time: end the run (monitor.stop_in_phase=4 does it) and "
                 "start a new one from a checkpoint of before (model.path), with a smaller optim.lr."
             )
         if phase:
             value = lambda name: row.get(name, math.nan)
             return (
-                f"{begins}: correct responses lose likelihood, {value('displacement/correct'):+.4f} nats a token at this step; entropy {value('entropy'):.3f}, ratio tail {value('ratio/q999'):.2f}, "
-                f"gradient norm {value('grad_norm'):.2f}. If the reward stops rising, lower optim.lr or raise loss.lld_weight."
+                f"{begins}: correct responses lose likelihood, {value('displacement/correct'):+.4f} nats a "
+                f"token at this step; entropy {value('entropy'):.3f}, ratio tail "
+                f"{value('ratio/q999'):.2f}, "
+                f"gradient norm {value('grad_norm'):.2f}. If the reward stops rising, lower optim.lr or "
+                "raise loss.lld_weight."
             )
         if self.idle == LONG and not self.signs:
             return (
-                f"step {row['step']}: nothing to learn from: for {LONG} steps no group held both right and wrong answers, and the mean reward is {row.get('reward/mean', math.nan):.2f}. "
-                "Groups all wrong need easier questions, a warm start or a reward that pays for the format; groups all right, harder questions."
+                f"step {row['step']}: nothing to learn from: for {LONG} steps no group held both right and "
+                f"wrong answers, and the mean reward is {row.get('reward/mean', math.nan):.2f}. "
+                "Groups all wrong need easier questions, a warm start or a reward that pays for the "
+                "format; groups all right, harder questions."
             )
         return None
 
     def _has_collapsed(self) -> bool:
-        """Whether two signs of a collapse are there or the reward has been lost for long; `signs` says which."""
+        """Whether two signs of a collapse are there or the reward has been lost for long; `signs` says
+        which."""
         now, best = {}, self.best
         for name, better in BETTER.items():
             if values := self._values(name, -SHORT):
@@ -120,14 +146,20 @@ class Detector:
         reward_lost = below("reward/mean", HALF) and now["reward/mean"] <= best["reward/mean"] - LOST_REWARD
         lost = {
             "reward/mean": reward_lost,
-            "reward/mixed_groups": reward_lost and self.idle >= SHORT,  # there are none where all is right, too
+            # There are none where all is right, too
+            "reward/mixed_groups": reward_lost and self.idle >= SHORT,
             "answered": below("answered", HALF),
             "valid_actions": below("valid_actions", HALF),
             "truncated": "truncated" in now and now["truncated"] >= best["truncated"] + TRUNCATED_RISE,
         }
-        self.signs = [f"{name} {best[name]:.2f} -> {now[name]:.2f}" for name, is_lost in lost.items() if is_lost]
+        self.signs = [
+            f"{name} {best[name]:.2f} -> {now[name]:.2f}" for name, is_lost in lost.items() if is_lost
+        ]
         if entropies := self._values("entropy", 0, SHORT):
-            start, end = statistics.fmean(entropies), statistics.fmean(self._values("entropy", -SHORT) or entropies)
+            start, end = (
+                statistics.fmean(entropies),
+                statistics.fmean(self._values("entropy", -SHORT) or entropies),
+            )
             if not ENTROPY_LOW * start <= end <= ENTROPY_HIGH * start:
                 self.signs.append(f"entropy {start:.2f} -> {end:.2f}")
         self.lost_for = self.lost_for + 1 if reward_lost else 0

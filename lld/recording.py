@@ -1,4 +1,5 @@
-"""Record and replay of searches: one SQLite file of query -> passages, with which a run is repeatable without its index."""
+"""Record and replay of searches: one SQLite file of query -> passages, with which a run is repeatable without
+its index."""
 
 import json
 import sqlite3
@@ -15,15 +16,23 @@ CREATE TABLE IF NOT EXISTS searches (query TEXT, topk INTEGER, passages TEXT, PR
 
 
 class Recording:
-    """A file of searches, shared by all threads and processes of a run; a kill loses nothing that was answered.
+    """A file of searches, shared by all threads and processes of a run; a kill loses nothing that was
+    answered.
 
-    The first answer to a query is kept and given from then on, to every process: so what a recorded run saw is what its
-    replay sees, even where an index breaks ties one way today and another way tomorrow. Failed searches are not recorded;
-    those that found nothing are.
+    The first answer to a query is kept and given from then on, to every process: so what a recorded run saw
+    is what its replay sees, even where an index breaks ties one way today and another way tomorrow. Failed
+    searches are not recorded; those that found nothing are.
     """
 
-    def __init__(self, path: str, topk: int, search: Callable[[list[str]], list[list[Passage]]] | None = None, fingerprint: str | None = None):
-        """With `search`, records into `path` (ValueError where it was recorded from another index); without, replays it."""
+    def __init__(
+        self,
+        path: str,
+        topk: int,
+        search: Callable[[list[str]], list[list[Passage]]] | None = None,
+        fingerprint: str | None = None,
+    ):
+        """With `search`, records into `path` (ValueError where it was recorded from another index); without,
+        replays it."""
         if search is None and not Path(path).is_file():
             raise ValueError(f"retriever.replay = {path}: no such recording; make one with retriever.record")
         self.path, self.topk, self.search, self.lock = path, topk, search, threading.Lock()
@@ -32,16 +41,24 @@ class Recording:
             self.file = sqlite3.connect(path, timeout=60, check_same_thread=False, isolation_level=None)
             self.file.executescript(TABLES) if search else self.file.execute("SELECT count(*) FROM about")
         except sqlite3.DatabaseError as error:
-            raise ValueError(f"{path} is no recording of searches ({error}): give another file, or delete it") from None
+            raise ValueError(
+                f"{path} is no recording of searches ({error}): give another file, or delete it"
+            ) from None
         if search is None:
             recorded = self._topks()
             if recorded and topk not in recorded:
-                raise ValueError(f"retriever.replay = {path} was recorded with topk {', '.join(map(str, recorded))}, not {topk}: set retriever.topk to that")
+                raise ValueError(
+                    f"retriever.replay = {path} was recorded with topk {', '.join(map(str, recorded))}, "
+                    f"not {topk}: set retriever.topk to that"
+                )
             return
         self.file.execute("INSERT OR IGNORE INTO about VALUES ('fingerprint', ?)", (fingerprint,))
         [(before,)] = self.file.execute("SELECT value FROM about WHERE name = 'fingerprint'")
         if before != fingerprint:
-            raise ValueError(f"retriever.record = {path} was recorded from index {before}, not {fingerprint}: choose another file, or delete it")
+            raise ValueError(
+                f"retriever.record = {path} was recorded from index {before}, not {fingerprint}: choose "
+                "another file, or delete it"
+            )
 
     def _topks(self) -> list[int]:
         return [topk for (topk,) in self.file.execute("SELECT DISTINCT topk FROM searches ORDER BY topk")]
@@ -50,16 +67,22 @@ class Recording:
         found = {}
         with self.lock:
             for query in dict.fromkeys(queries):
-                for (passages,) in self.file.execute("SELECT passages FROM searches WHERE query = ? AND topk = ?", (query, self.topk)):
+                for (passages,) in self.file.execute(
+                    "SELECT passages FROM searches WHERE query = ? AND topk = ?", (query, self.topk)
+                ):
                     found[query] = [Passage(*passage) for passage in json.loads(passages)]
         return found
 
     def record(self, queries: list[str]) -> list[list[Passage]]:
-        """The passages of every query: those recorded, and for what is new those that the search finds now."""
+        """The passages of every query: those recorded, and for what is new those that the search finds
+        now."""
         found = self._look_up(queries)
         new = [query for query in dict.fromkeys(queries) if query not in found]
         if new:
-            rows = [(query, self.topk, json.dumps([[p.id, p.contents, p.score] for p in passages])) for query, passages in zip(new, self.search(new), strict=True)]
+            rows = [
+                (query, self.topk, json.dumps([[p.id, p.contents, p.score] for p in passages]))
+                for query, passages in zip(new, self.search(new), strict=True)
+            ]
             with self.lock:
                 self.file.execute("BEGIN IMMEDIATE")
                 self.file.executemany("INSERT OR IGNORE INTO searches VALUES (?, ?, ?)", rows)
@@ -72,5 +95,9 @@ class Recording:
         found = self._look_up(queries)
         for query in queries:
             if query not in found:
-                raise ValueError(f"retriever.replay = {self.path} has no search {query[:200]!r} with topk {self.topk}: the run is not the recorded one (seed, options, weights or number of processes differ)")
+                raise ValueError(
+                    f"retriever.replay = {self.path} has no search {query[:200]!r} with topk {self.topk}: "
+                    "the run is not the recorded one (seed, options, weights or number of processes "
+                    "differ)"
+                )
         return [found[query] for query in queries]

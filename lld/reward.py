@@ -1,7 +1,7 @@
 """Episode → score: exact match, cover match, token F1, and Search-R1's format reward.
 
-Only what the model wrote is scored. Search-R1 reads prompt, passages and its own error message too: "<answer> and </answer>"
-in that message counts as an answer there.
+Only what the model wrote is scored. Search-R1 reads prompt, passages and its own error message too: "<answer>
+and </answer>" in that message counts as an answer there.
 """
 
 import re
@@ -19,7 +19,8 @@ _INFORMATION = re.compile(r"\s*<information>(.*)</information>\s*", re.DOTALL)
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, no ASCII punctuation, no articles, single spaces (SQuAD's and Search-R1's normalisation, in this order).
+    """Lower case, no ASCII punctuation, no articles, single spaces (SQuAD's and Search-R1's normalisation, in
+    this order).
 
     Punctuation vanishes without leaving a space, and other scripts' punctuation stays, as there.
     """
@@ -33,9 +34,11 @@ def exact_match(prediction: str, golden_answers: Sequence[str]) -> float:
 
 
 def cover_exact_match(prediction: str, golden_answers: Sequence[str]) -> float:
-    """1.0 if a normalised gold answer is a substring of the normalised prediction, else 0.0 (Search-R1's `subem_check`, FlashRAG's sub-EM).
+    """1.0 if a normalised gold answer is a substring of the normalised prediction, else 0.0 (Search-R1's
+    `subem_check`, FlashRAG's sub-EM).
 
-    A gold answer of which normalisation leaves nothing ("The") covers nothing; in both of those it covers every prediction.
+    A gold answer of which normalisation leaves nothing ("The") covers nothing; in both of those it covers
+    every prediction.
     """
     prediction = normalize_answer(prediction)
     return float(any(gold in prediction for gold in map(normalize_answer, golden_answers) if gold))
@@ -44,8 +47,8 @@ def cover_exact_match(prediction: str, golden_answers: Sequence[str]) -> float:
 def token_f1(prediction: str, golden_answers: Sequence[str]) -> float:
     """The best F1 of the normalised prediction's words with those of a gold answer, in [0, 1] (SQuAD).
 
-    Without HotpotQA's special case that gives "yes", "no" and "noanswer" nothing for a partial match: one definition for
-    all benchmarks. Where either side has no words left, 1.0 if both have none, else 0.0.
+    Without HotpotQA's special case that gives "yes", "no" and "noanswer" nothing for a partial match: one
+    definition for all benchmarks. Where either side has no words left, 1.0 if both have none, else 0.0.
     """
     predicted = Counter(normalize_answer(prediction).split())
     best = 0.0
@@ -58,11 +61,13 @@ def token_f1(prediction: str, golden_answers: Sequence[str]) -> float:
 
 
 def valid_format(turn_texts: Sequence[str], observations: Sequence[str], *, eos: str = "") -> bool:
-    """Whether an episode is (think, search, information)* think answer, with nothing but white space between and after.
+    """Whether an episode is (think, search, information)* think answer, with nothing but white space between
+    and after.
 
-    `turn_texts` are what the model wrote, `observations` what it got after each turn ("" for none), `eos` an end-of-sequence
-    text that a turn may end with. Search-R1 v0.3's `is_valid_sequence`, except that it knows who wrote a tag: an observation
-    must be an information block (the invalid-action message is none), and a turn with an information tag of its own is invalid.
+    `turn_texts` are what the model wrote, `observations` what it got after each turn ("" for none), `eos` an
+    end-of-sequence text that a turn may end with. Search-R1 v0.3's `is_valid_sequence`, except that it knows
+    who wrote a tag: an observation must be an information block (the invalid-action message is none), and a
+    turn with an information tag of its own is invalid.
     """
     assert len(turn_texts) == len(observations), "one observation a turn, '' for none"
     if not turn_texts:
@@ -78,15 +83,23 @@ def valid_format(turn_texts: Sequence[str], observations: Sequence[str], *, eos:
 
 
 def retrieval_correct(observations: Sequence[str], golden_answers: Sequence[str]) -> bool:
-    """Whether an information block contains a normalised gold answer (Search-R1 v0.3's `is_retrieval_correct`)."""
+    """Whether an information block contains a normalised gold answer (Search-R1 v0.3's
+    `is_retrieval_correct`)."""
     blocks = [block[1] for observation in observations if (block := _INFORMATION.fullmatch(observation))]
     return any(cover_exact_match(block, golden_answers) for block in blocks)
 
 
 def format_score(
-    turn_texts: Sequence[str], observations: Sequence[str], answer: str | None, golden_answers: Sequence[str], cfg: Reward, *, eos: str = ""
+    turn_texts: Sequence[str],
+    observations: Sequence[str],
+    answer: str | None,
+    golden_answers: Sequence[str],
+    cfg: Reward,
+    *,
+    eos: str = "",
 ) -> float:
-    """Search-R1 v0.3's reward of answer and format (`qa_em_format.compute_score_em`); arguments as for `score_text`.
+    """Search-R1 v0.3's reward of answer and format (`qa_em_format.compute_score_em`); arguments as for
+    `score_text`.
 
     | answer | valid format                              | invalid format             |
     |--------|-------------------------------------------|----------------------------|
@@ -100,7 +113,9 @@ def format_score(
     if answer is not None and exact_match(answer, golden_answers):
         return 1.0 if valid else 1.0 - cfg.structure_format_score
     if valid:
-        return cfg.structure_format_score + (cfg.retrieval_score if retrieval_correct(observations, golden_answers) else 0.0)
+        return cfg.structure_format_score + (
+            cfg.retrieval_score if retrieval_correct(observations, golden_answers) else 0.0
+        )
     return 0.0 if answer is None else cfg.final_format_score
 
 
@@ -108,12 +123,19 @@ ANSWER_SCORES = {"em": exact_match, "f1": token_f1, "cover_em": cover_exact_matc
 
 
 def score_text(
-    turn_texts: Sequence[str], observations: Sequence[str], answer: str | None, golden_answers: Sequence[str], cfg: Reward, *, eos: str = ""
+    turn_texts: Sequence[str],
+    observations: Sequence[str],
+    answer: str | None,
+    golden_answers: Sequence[str],
+    cfg: Reward,
+    *,
+    eos: str = "",
 ) -> float:
     """The reward of one episode, in [0, 1] for the default constants.
 
-    `turn_texts` are what the model wrote, one text a turn; `observations` what it got after each turn ("" for none);
-    `answer` the parsed final answer, None if it gave none; `eos` an end-of-sequence text that a turn may end with.
+    `turn_texts` are what the model wrote, one text a turn; `observations` what it got after each turn ("" for
+    none); `answer` the parsed final answer, None if it gave none; `eos` an end-of-sequence text that a turn
+    may end with.
     """
     if cfg.kind == "format":
         return format_score(turn_texts, observations, answer, golden_answers, cfg, eos=eos)
@@ -127,5 +149,14 @@ def score_episodes(episodes: list[Episode], tokenizer, cfg: Reward) -> list[floa
     for episode in episodes:
         turn_texts = [decode(episode.token_ids[turn.start : turn.end]) for turn in episode.turns]
         observations = [decode(episode.token_ids[turn.end : turn.observation_end]) for turn in episode.turns]
-        scores.append(score_text(turn_texts, observations, episode.answer, episode.question.golden_answers, cfg, eos=tokenizer.eos_token or ""))
+        scores.append(
+            score_text(
+                turn_texts,
+                observations,
+                episode.answer,
+                episode.question.golden_answers,
+                cfg,
+                eos=tokenizer.eos_token or "",
+            )
+        )
     return scores

@@ -13,23 +13,37 @@ from lld.phases import COLLAPSE
 MAX_STEP = 10**9  # no run is as long
 LARGEST = 1e100  # drawn; sums of such numbers are still finite
 WINDOW = 10  # steps of the running mean
-SURGE_RATIO, SURGE_WIDTH, SURGE_BEFORE = 5.0, 5, 50  # a gradient surge: 5 steps' median above 5 times that of up to 50 steps before
+# A gradient surge: 5 steps' median above 5 times that of up to 50 steps before
+SURGE_RATIO, SURGE_WIDTH, SURGE_BEFORE = 5.0, 5, 50
 HELD = 0.75  # last running-mean reward as a share of the best: at least this much held
 ROSE = 1.25  # last running-mean reward over the first: at least this much rose
 COLLAPSE_SHARE, COLLAPSE_FALL = 0.5, 0.1  # see find_collapse
-SETTING_SECTIONS = ("model", "data", "rollout", "reward", "advantage", "loss", "optim", "retriever", "tinyworld")
+SETTING_SECTIONS = (
+    "model",
+    "data",
+    "rollout",
+    "reward",
+    "advantage",
+    "loss",
+    "optim",
+    "retriever",
+    "tinyworld",
+)
 
 
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")  # all but tab and line end; what turns the direction; half characters
+# All but tab and line end; what turns the direction; half characters
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: object) -> str:
-    """Text of a file, a passage or a model as it may stand on a terminal, without what would move its cursor or colour it."""
+    """Text of a file, a passage or a model as it may stand on a terminal, without what would move its cursor
+    or colour it."""
     return _CONTROLS.sub("\ufffd", str(text))
 
 
 def parse_json(text: str | bytes, where: str, remedy: str) -> dict:
-    """The object that a JSON text holds; anything else is a ValueError that names `where` it stands and the remedy."""
+    """The object that a JSON text holds; anything else is a ValueError that names `where` it stands and the
+    remedy."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -42,14 +56,18 @@ def parse_json(text: str | bytes, where: str, remedy: str) -> dict:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The rows of a JSONL log, each of a step; none where there is no file. A last line still being written is left out; a damaged one raises ValueError."""
+    """The rows of a JSONL log, each of a step; none where there is no file. A last line still being written
+    is left out; a damaged one raises ValueError."""
     if not path.exists():
         return []
     rows = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         row = parse_json(line, f"{path} line {number}", "delete the line")
         if type(row.get("step")) is not int or not 0 <= row["step"] < MAX_STEP:
-            raise ValueError(f"{path} line {number} is damaged (step = {str(row.get('step'))[:40]!r} is no whole number from 0): delete the line")
+            raise ValueError(
+                f"{path} line {number} is damaged (step = {str(row.get('step'))[:40]!r} is no whole number "
+                "from 0): delete the line"
+            )
         rows.append(row)
     return rows
 
@@ -77,8 +95,12 @@ def series(rows: Sequence[dict], name: str) -> tuple[list[int], list[float]]:
 
 
 def running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
-    """The mean of each value and the up to `window` - 1 before it: nothing from the future, so a collapse is not drawn early."""
-    return [sum(values[max(0, i + 1 - window) : i + 1]) / len(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
+    """The mean of each value and the up to `window` - 1 before it: nothing from the future, so a collapse is
+    not drawn early."""
+    return [
+        sum(values[max(0, i + 1 - window) : i + 1]) / len(values[max(0, i + 1 - window) : i + 1])
+        for i in range(len(values))
+    ]
 
 
 def labels(run_dirs: Sequence[Path]) -> list[str]:
@@ -91,18 +113,28 @@ def labels(run_dirs: Sequence[Path]) -> list[str]:
 
 
 def _plain(value, depth: int = 0):
-    """A value of a YAML file as JSON takes it: other types, and what is nested more deeply than an option can be, as text."""
+    """A value of a YAML file as JSON takes it: other types, and what is nested more deeply than an option can
+    be, as text."""
     if isinstance(value, (list, dict)) and depth == 3:
         return "…"
     if isinstance(value, list):
         return [_plain(item, depth + 1) for item in value]
     if isinstance(value, dict):
         return {str(name): _plain(item, depth + 1) for name, item in value.items()}
-    return value if value is None or isinstance(value, (str, bool)) or is_number(value) else f"a {type(value).__name__}"
+    return (
+        value
+        if value is None or isinstance(value, (str, bool)) or is_number(value)
+        else f"a {type(value).__name__}"
+    )
 
 
 def _flat(tree: dict) -> dict:
-    return {f"{section}.{name}": value for section, options in tree.items() if isinstance(options, dict) for name, value in options.items()}
+    return {
+        f"{section}.{name}": value
+        for section, options in tree.items()
+        if isinstance(options, dict)
+        for name, value in options.items()
+    }
 
 
 def read_options(run_dir: str | Path) -> dict:
@@ -113,12 +145,15 @@ def read_options(run_dir: str | Path) -> dict:
     try:
         tree = parse_yaml(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}): restore it, or move it away and the report does without") from None
+        raise ValueError(
+            f"{path} is damaged ({error}): restore it, or move it away and the report does without"
+        ) from None
     return _plain(_flat(tree)) if isinstance(tree, dict) else {}
 
 
 def differences(options: Sequence[dict]) -> dict[str, list]:
-    """Options whose values differ between the runs -> a value a run (None where a run does not have it); `run.dir` aside.
+    """Options whose values differ between the runs -> a value a run (None where a run does not have it);
+    `run.dir` aside.
 
     For one run: the options that depart from the defaults, as (value, default).
     """
@@ -132,11 +167,15 @@ def differences(options: Sequence[dict]) -> dict[str, list]:
 
 
 def method(options: dict) -> str:
-    """What a run optimizes, in the paper's names: GRPO, GRPO + LLDS, GRPO + LLDS-MA, with the gate where it is not the default one."""
+    """What a run optimizes, in the paper's names: GRPO, GRPO + LLDS, GRPO + LLDS-MA, with the gate where it
+    is not the default one."""
     name = str(options.get("loss.kind", "grpo")).upper()
     if not options.get("loss.lld_weight"):
         return name
-    less_on_answers = options.get("loss.lld_answer_schedule", "constant") != "constant" or options.get("loss.lld_answer_weight", 1.0) != 1.0
+    less_on_answers = (
+        options.get("loss.lld_answer_schedule", "constant") != "constant"
+        or options.get("loss.lld_answer_weight", 1.0) != 1.0
+    )
     gate = options.get("loss.lld_gate", "action")
     return f"{name} + LLDS" + "-MA" * less_on_answers + f" ({gate} gate)" * (gate != "action")
 
@@ -147,7 +186,15 @@ def settings(options: Sequence[dict]) -> list[str]:
     Options that split the runs in the same way (a world's paths) are named once.
     """
     texts, seen = [[] for _ in options], set()
-    names = [name for name in differences(options) if name.split(".")[0] in SETTING_SECTIONS and not name.startswith("loss.lld_")] if len(options) > 1 else []
+    names = (
+        [
+            name
+            for name in differences(options)
+            if name.split(".")[0] in SETTING_SECTIONS and not name.startswith("loss.lld_")
+        ]
+        if len(options) > 1
+        else []
+    )
     for name in names:
         values = [json.dumps(some.get(name)) for some in options]
         split = tuple(values.index(value) for value in values)
@@ -161,11 +208,14 @@ def settings(options: Sequence[dict]) -> list[str]:
 
 
 def gradient_surge(rows: Sequence[dict]) -> int | None:
-    """The first step at which the gradient norm jumps and stays: from there the median of 5 steps is more than 5 times
-    the median of up to 50 steps before (at least 10)."""
+    """The first step at which the gradient norm jumps and stays: from there the median of 5 steps is more
+    than 5 times the median of up to 50 steps before (at least 10)."""
     steps, norms = series(rows, "grad_norm")
     for i in range(10, len(norms) - SURGE_WIDTH + 1):
-        if norms[i] > SURGE_RATIO * (before := statistics.median(norms[max(0, i - SURGE_BEFORE) : i])) and statistics.median(norms[i : i + SURGE_WIDTH]) > SURGE_RATIO * before:
+        if (
+            norms[i] > SURGE_RATIO * (before := statistics.median(norms[max(0, i - SURGE_BEFORE) : i]))
+            and statistics.median(norms[i : i + SURGE_WIDTH]) > SURGE_RATIO * before
+        ):
             return steps[i]
     return None
 
@@ -174,21 +224,34 @@ def _course(rows: Sequence[dict], name: str, window: int) -> dict | None:
     steps, values = series(rows, name)
     if not values:
         return None
-    window = min(window, max(1, len(values) // 2))  # of a short run the first and the last one must not be the same
+    # Of a short run the first and the last one must not be the same
+    window = min(window, max(1, len(values) // 2))
     smooth = running_mean(values, window)[window - 1 :]  # whole windows only
     steps = steps[-len(smooth) :]
     best = max(range(len(smooth)), key=smooth.__getitem__)
-    return {"first": smooth[0], "best": smooth[best], "best_step": steps[best], "last": smooth[-1], "window": window}
+    return {
+        "first": smooth[0],
+        "best": smooth[best],
+        "best_step": steps[best],
+        "last": smooth[-1],
+        "window": window,
+    }
 
 
 def outcome(rows: Sequence[dict], options: dict) -> dict:
-    """How a run came out: steps done, the course of reward (means of 10 steps, fewer in a short run), held-out EM and likelihood, of each phase the first and
-    last step and how many, gradient surge, skipped updates, and a verdict on the reward: "rose", "held", "fell" or "collapsed" (and did not recover)."""
+    """How a run came out: steps done, the course of reward (means of 10 steps, fewer in a short run),
+    held-out EM and likelihood, of each phase the first and last step and how many, gradient surge, skipped
+    updates, and a verdict on the reward: "rose", "held", "fell" or "collapsed" (and did not recover)."""
     reward = _course(rows, "reward/mean", WINDOW)
     share = reward["last"] / reward["best"] if reward and reward["best"] > 0 else 1.0
-    collapsed = rows[-1].get("phase") == COLLAPSE or find_collapse(*series(rows, "reward/mean"))["collapse_step"] is not None
+    collapsed = (
+        rows[-1].get("phase") == COLLAPSE
+        or find_collapse(*series(rows, "reward/mean"))["collapse_step"] is not None
+    )
     rose = reward is not None and reward["last"] >= ROSE * reward["first"] > 0
-    names = sorted({name for row in rows for name in row if name.startswith("eval/") and name.endswith("/em")})
+    names = sorted(
+        {name for row in rows for name in row if name.startswith("eval/") and name.endswith("/em")}
+    )
     phases = {}
     for row in rows:
         if row.get("phase") and is_number(row["phase"]):
@@ -211,21 +274,40 @@ def outcome(rows: Sequence[dict], options: dict) -> dict:
 def held_out_scores(rows: Sequence[dict], options: dict) -> dict[str, list[tuple[int, float]]]:
     """benchmark -> [(steps done, EM)] of a run's evaluations, in order; 0 steps is the start's."""
     found: dict[str, list[tuple[int, float]]] = {}
-    at_start = options.get("eval.at_start", True) and options.get("eval.every") != 1 and options.get("run.steps") != 1  # else the first step's took its place
+    # Else the first step's took its place
+    at_start = (
+        options.get("eval.at_start", True)
+        and options.get("eval.every") != 1
+        and options.get("run.steps") != 1
+    )
     for row in rows:
         for name, value in row.items():
             if name.startswith("eval/") and name.endswith("/em") and is_number(value):
-                found.setdefault(name.split("/")[1], []).append((0 if at_start and row["step"] == 0 else row["step"] + 1, value))
+                found.setdefault(name.split("/")[1], []).append(
+                    (0 if at_start and row["step"] == 0 else row["step"] + 1, value)
+                )
     return found
 
 
 def describe_scores(rows: Sequence[dict], options: dict) -> str:
-    """'tiny EM 0.720 after 25 steps (start 0.460, best 0.720 after 25 steps)' of each benchmark: the newest score, the first and the best."""
+    """'tiny EM 0.720 after 25 steps (start 0.460, best 0.720 after 25 steps)' of each benchmark: the newest
+    score, the first and the best."""
     when = lambda num_steps: f"after {num_steps} steps" if num_steps else "at the start"
     texts = []
     for name, scores in held_out_scores(rows, options).items():
-        (first, start), (last, now), (at, best) = scores[0], scores[-1], max(scores, key=lambda score: score[1])
-        others = f" ({f'start {start:.3f}' if first == 0 else f'{start:.3f} {when(first)}'}, best {best:.3f} {when(at)})" if len(scores) > 1 else ""
+        (first, start), (last, now), (at, best) = (
+            scores[0],
+            scores[-1],
+            max(scores, key=lambda score: score[1]),
+        )
+        others = (
+            (
+                f" ({f'start {start:.3f}' if first == 0 else f'{start:.3f} {when(first)}'}, best {best:.3f} "
+                f"{when(at)})"
+            )
+            if len(scores) > 1
+            else ""
+        )
         texts.append(f"{name} EM {now:.3f} {when(last)}{others}")
     return ", ".join(texts)
 
@@ -235,36 +317,60 @@ def describe_end(run_dir: str | Path) -> str:
     folder = Path(run_dir)
     rows, options = read_metrics(folder), read_options(folder)
     scores, reward = describe_scores(rows, options), _course(rows, "reward/mean", WINDOW)
-    lines = [f"{folder}: {rows[-1]['step'] + 1} of {options.get('run.steps', '?')} steps" + (f"; held-out {scores}" if scores else "")]
+    lines = [
+        f"{folder}: {rows[-1]['step'] + 1} of {options.get('run.steps', '?')} steps"
+        + (f"; held-out {scores}" if scores else "")
+    ]
     if reward:
-        which = f"means of the first and last {reward['window']} steps" if reward["window"] > 1 else "first and last step"
+        which = (
+            f"means of the first and last {reward['window']} steps"
+            if reward["window"] > 1
+            else "first and last step"
+        )
         lines[0] += f"; reward {reward['first']:.3f} -> {reward['last']:.3f} ({which})"
-    whole = {path.parent.name: path.parent for path in sorted(folder.glob("checkpoints/step_*[0-9]/manifest.json"), key=lambda path: (len(path.parent.name), path))}
+    whole = {
+        path.parent.name: path.parent
+        for path in sorted(
+            folder.glob("checkpoints/step_*[0-9]/manifest.json"),
+            key=lambda path: (len(path.parent.name), path),
+        )
+    }
     told = folder / "checkpoints" / "best.json"
     best = json.loads(told.read_text(encoding="utf-8"))["checkpoint"] if told.is_file() else None
     if whole:
         chosen, what = (whole[best], "best") if best in whole else (list(whole.values())[-1], "newest")
-        lines.append(f"{what} checkpoint: {chosen}; its score on all held-out questions: python eval.py --ckpt {chosen} --config {folder / 'config.yaml'}")
+        lines.append(
+            f"{what} checkpoint: {chosen}; its score on all held-out questions: python eval.py --ckpt "
+            f"{chosen} --config {folder / 'config.yaml'}"
+        )
     return "\n".join(lines)
 
 
 def find_collapse(steps: Sequence[int], rewards: Sequence[float]) -> dict:
-    """When the running mean of the reward (10 steps, full windows only) began to lie below half of its earlier maximum and at least
-    0.1 below it for 10 steps in a row: `collapse_step`, and `falling_step`, where the unbroken fall of 0.1 began that led there; both
-    None without a collapse. `peak` is the maximum up to then (or to the end) and `fall` the largest distance from an earlier
+    """When the running mean of the reward (10 steps, full windows only) began to lie below half of its
+    earlier maximum and at least
+    0.1 below it for 10 steps in a row: `collapse_step`, and `falling_step`, where the unbroken fall of 0.1
+      began that led there; both
+    None without a collapse. `peak` is the maximum up to then (or to the end) and `fall` the largest distance
+      from an earlier
     maximum in the whole run.
 
-    Half, as a wobble or a plateau after the best step is no collapse. 0.1, as the noise of such a mean is 0.02 to 0.03 with 80
-    episodes a step: a policy that never had 0.1 of reward has nothing to lose. 10 steps in a row, as one dip of a low, noisy reward
-    touches the line by chance; a fall within the last 10 steps therefore goes uncounted. The maximum may be the warm start's own.
+    Half, as a wobble or a plateau after the best step is no collapse. 0.1, as the noise of such a mean is
+    0.02 to 0.03 with 80 episodes a step: a policy that never had 0.1 of reward has nothing to lose. 10 steps
+    in a row, as one dip of a low, noisy reward touches the line by chance; a fall within the last 10 steps
+    therefore goes uncounted. The maximum may be the warm start's own.
     """
     means = running_mean(rewards)
     peak, fall, falling, stretch, found = -math.inf, 0.0, None, 0, None
     for index in range(WINDOW - 1, len(means)):
         peak = max(peak, means[index])
         fall = max(fall, peak - means[index])
-        falling = None if peak - means[index] < COLLAPSE_FALL else steps[index] if falling is None else falling
+        falling = (
+            None if peak - means[index] < COLLAPSE_FALL else steps[index] if falling is None else falling
+        )
         stretch = stretch + 1 if falling is not None and means[index] < COLLAPSE_SHARE * peak else 0
         if stretch == WINDOW and found is None:
             found = {"collapse_step": steps[index - WINDOW + 1], "falling_step": falling, "peak": peak}
-    return (found or {"collapse_step": None, "falling_step": None, "peak": peak if math.isfinite(peak) else None}) | {"fall": fall}
+    return (
+        found or {"collapse_step": None, "falling_step": None, "peak": peak if math.isfinite(peak) else None}
+    ) | {"fall": fall}

@@ -1,7 +1,7 @@
 """What stands between many clients and one index: requests gathered into batches, a cache, and statistics.
 
-A batch is searched for in few passes of the encoder and one over the vectors: the weights and the vectors are read once for all
-its queries, and a GPU takes hardly longer than for one.
+A batch is searched for in few passes of the encoder and one over the vectors: the weights and the vectors are
+read once for all its queries, and a GPU takes hardly longer than for one.
 """
 
 import asyncio
@@ -24,7 +24,8 @@ class Busy(RuntimeError):
 
 
 class Cache:
-    """The last searches, by (query, topk) and the index's fingerprint, in `max_bytes` of memory; 0 keeps none.
+    """The last searches, by (query, topk) and the index's fingerprint, in `max_bytes` of memory; 0 keeps
+    none.
 
     Used by one thread.
     """
@@ -62,21 +63,34 @@ def _entry_bytes(query: str, passages: list[Passage]) -> int:
 class Batcher:
     """Answers queries of many requests with few searches of the retriever.
 
-    A search begins when `max_batch` queries wait, or none has come for `max_wait_s`, at the latest a quarter of the last
-    search's time after the first: those who were just answered ask again, and half a batch costs more than half. A query that
-    comes alone after one that was alone is not kept waiting. `num_searches` run side by side, each on one of the threads that
-    share what waits: 1 suits a GPU; on a CPU, searches with a core each answer nearly twice as many as one search on two
-    cores. PyTorch's threads are shared out among them, and a search that is alone gets all. The thread that was
-    used last is taken first, so that a lone client keeps one thread and its OpenMP team. A query that waits or runs
-    already is not searched for twice. At most `max_passages` (queries x topk, over all requests under way) are
-    promised at a time, which bounds what replies take. All methods but the search itself run in the event loop.
+    A search begins when `max_batch` queries wait, or none has come for `max_wait_s`, at the latest a quarter
+    of the last search's time after the first: those who were just answered ask again, and half a batch costs
+    more than half. A query that comes alone after one that was alone is not kept waiting. `num_searches` run
+    side by side, each on one of the threads that share what waits: 1 suits a GPU; on a CPU, searches with a
+    core each answer nearly twice as many as one search on two cores. PyTorch's threads are shared out among
+    them, and a search that is alone gets all. The thread that was used last is taken first, so that a lone
+    client keeps one thread and its OpenMP team. A query that waits or runs already is not searched for twice.
+    At most `max_passages` (queries x topk, over all requests under way) are promised at a time, which bounds
+    what replies take. All methods but the search itself run in the event loop.
     """
 
     def __init__(
-        self, retriever, *, max_batch: int = 256, max_wait_s: float = 0.005, max_waiting: int = 16384, max_passages: float = float("inf"),
-        cache_bytes: float = 256e6, num_searches: int = 1,
-    ):  # fmt: skip
-        self.retriever, self.max_batch, self.max_wait_s, self.max_waiting = retriever, max_batch, max_wait_s, max_waiting
+        self,
+        retriever,
+        *,
+        max_batch: int = 256,
+        max_wait_s: float = 0.005,
+        max_waiting: int = 16384,
+        max_passages: float = float("inf"),
+        cache_bytes: float = 256e6,
+        num_searches: int = 1,
+    ):
+        self.retriever, self.max_batch, self.max_wait_s, self.max_waiting = (
+            retriever,
+            max_batch,
+            max_wait_s,
+            max_waiting,
+        )
         self.max_passages, self.num_passages = max_passages, 0
         self.cache = Cache(cache_bytes, retriever.fingerprint)
         self.waiting: collections.OrderedDict[tuple[int, str], asyncio.Future] = collections.OrderedDict()
@@ -86,7 +100,9 @@ class Batcher:
         self.idle_threads = [ThreadPoolExecutor(1, f"search-{number}") for number in range(num_searches)]
         self.num_threads, self.last_batch = torch.get_num_threads(), 0
         self.started, self.latencies_s = time.monotonic(), collections.deque(maxlen=LATENCIES)
-        self.counts = collections.Counter(requests=0, queries=0, failed=0, batches=0, searched=0, largest_batch=0)
+        self.counts = collections.Counter(
+            requests=0, queries=0, failed=0, batches=0, searched=0, largest_batch=0
+        )
 
     async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
         """The passages of every query; Busy where too many wait, and whatever the retriever raises."""
@@ -95,7 +111,10 @@ class Batcher:
         self.counts["queries"] += len(queries)
         if self.num_passages and self.num_passages + promised > self.max_passages:
             self.counts["failed"] += 1
-            raise Busy(f"{self.num_passages} passages are being looked up for others, with {promised} more than {self.max_passages}")
+            raise Busy(
+                f"{self.num_passages} passages are being looked up for others, with {promised} more than "
+                f"{self.max_passages}"
+            )
         self.num_passages += promised
         try:
             return await self._find(queries, topk)
@@ -120,7 +139,8 @@ class Batcher:
             self.arrived.set()
             self._start()
         if pending:
-            await asyncio.wait(pending.values())  # not gather: a client that leaves must not cancel what others wait for
+            # Not gather: a client that leaves must not cancel what others wait for
+            await asyncio.wait(pending.values())
             failures = [future.exception() for future in pending.values() if future.exception() is not None]
             if failures:
                 self.counts["failed"] += 1
@@ -136,28 +156,38 @@ class Batcher:
     async def _run(self) -> None:
         try:
             await self._work()
-        finally:  # at once: a callback of the task comes a turn of the loop later, and a query of that turn would wait for ever
+        # At once: a callback of the task comes a turn of the loop later, and a query of that turn would wait
+        # for ever
+        finally:
             self.tasks.discard(asyncio.current_task())
 
     async def _work(self) -> None:
-        last_s, lone = 0.0, self.last_batch == 1 and len(self.waiting) == 1  # a client that is alone need not wait for company
+        # A client that is alone need not wait for company
+        last_s, lone = 0.0, self.last_batch == 1 and len(self.waiting) == 1
         while self.waiting:
             if not lone:
                 await self._gather(max(self.max_wait_s, last_s / 4))
             lone = False
             if not self.waiting:  # another search took them
                 return
-            topk = next(iter(self.waiting))[0]  # one topk a search: an approximate index answers 3 of 10 other than 3 of 3
+            # One topk a search: an approximate index answers 3 of 10 other than 3 of 3
+            topk = next(iter(self.waiting))[0]
             share = -(-len(self.waiting) // (self.num_searches - self.num_busy))
             keys = [key for key in self.waiting if key[0] == topk][: min(share, self.max_batch)]
             futures = {key: self.waiting.pop(key) for key in keys}
-            num_threads = max(1, self.num_threads // self.num_searches) if self.running or self.waiting else self.num_threads
+            num_threads = (
+                max(1, self.num_threads // self.num_searches)
+                if self.running or self.waiting
+                else self.num_threads
+            )
             self.running |= futures
             self.num_busy, self.last_batch = self.num_busy + 1, len(keys)
             self._start()
             began, thread = time.monotonic(), self.idle_threads.pop()
             try:
-                results = await asyncio.get_running_loop().run_in_executor(thread, self._search, [query for _, query in keys], topk, num_threads)
+                results = await asyncio.get_running_loop().run_in_executor(
+                    thread, self._search, [query for _, query in keys], topk, num_threads
+                )
                 assert len(results) == len(keys)
             except Exception as error:  # the retriever's; those who asked are told, and the server lives on
                 for future in futures.values():
@@ -191,9 +221,12 @@ class Batcher:
                 return
 
     def stats(self) -> dict:
-        """Counts since the start, the queue now, the size of batches, and latency percentiles of the last requests, in ms."""
+        """Counts since the start, the queue now, the size of batches, and latency percentiles of the last
+        requests, in ms."""
         ordered, counts = sorted(self.latencies_s), self.counts
-        percentile = lambda share: round(1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))], 2) if ordered else None
+        percentile = lambda share: (
+            round(1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))], 2) if ordered else None
+        )
         looked_up = self.cache.num_hits + self.cache.num_misses
         return {
             "uptime_s": round(time.monotonic() - self.started, 1),
@@ -201,9 +234,18 @@ class Batcher:
             "queries": counts["queries"],
             "failed_requests": counts["failed"],
             "queue": {"waiting": len(self.waiting), "running": len(self.running)},
-            "batches": {"count": counts["batches"], "mean": round(counts["searched"] / max(1, counts["batches"]), 2), "largest": counts["largest_batch"]},
+            "batches": {
+                "count": counts["batches"],
+                "mean": round(counts["searched"] / max(1, counts["batches"]), 2),
+                "largest": counts["largest_batch"],
+            },
             "latency_ms": {"p50": percentile(0.5), "p90": percentile(0.9), "p99": percentile(0.99)},
-            "cache": {"entries": len(self.cache.found), "bytes": self.cache.num_bytes, "hits": self.cache.num_hits, "hit_rate": round(self.cache.num_hits / max(1, looked_up), 4)},
+            "cache": {
+                "entries": len(self.cache.found),
+                "bytes": self.cache.num_bytes,
+                "hits": self.cache.num_hits,
+                "hit_rate": round(self.cache.num_hits / max(1, looked_up), 4),
+            },
         }
 
     async def close(self) -> None:

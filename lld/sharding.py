@@ -1,9 +1,10 @@
-"""What is spread over processes: weights, gradients and optimizer by torch's fully_shard (FSDP2), and whole copies of the
-weights for those who need them, the engine and the checkpoint.
+"""What is spread over processes: weights, gradients and optimizer by torch's fully_shard (FSDP2), and whole
+copies of the weights for those who need them, the engine and the checkpoint.
 
 Who shards is told by accelerate's configuration (configs/accelerate/). fully_shard is called here and not by
-`Accelerator.prepare`, which shards neither on a CPU nor a model without an optimizer, and would reduce gradients and return
-log-probabilities in bf16. Parameters are sharded along their first dimension, rank by rank, as `torch.chunk` cuts.
+`Accelerator.prepare`, which shards neither on a CPU nor a model without an optimizer, and would reduce
+gradients and return log-probabilities in bf16. Parameters are sharded along their first dimension, rank by
+rank, as `torch.chunk` cuts.
 """
 
 import os
@@ -22,18 +23,35 @@ def asked(name: str) -> bool:
 
 
 def check_launch() -> None:
-    """Raises ValueError, before anything is opened, where accelerate's configuration asks for what train.py does not do."""
+    """Raises ValueError, before anything is opened, where accelerate's configuration asks for what train.py
+    does not do."""
     if asked("CPU") and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
-        raise ValueError("`accelerate launch --cpu --num_processes N` starts one process only unless MPI is installed; use `torchrun --standalone --nproc_per_node N train.py …`, or configs/accelerate/cpu-2.yaml")
+        raise ValueError(
+            "`accelerate launch --cpu --num_processes N` starts one process only unless MPI is installed; "
+            "use `torchrun --standalone --nproc_per_node N train.py …`, or configs/accelerate/cpu-2.yaml"
+        )
     if asked("FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
-        raise ValueError(f"fsdp_version = {os.environ.get('FSDP_VERSION', '1')} in accelerate's configuration: train.py shards with fully_shard, set `fsdp_version: 2` (as in configs/accelerate/)")
+        raise ValueError(
+            f"fsdp_version = {os.environ.get('FSDP_VERSION', '1')} in accelerate's configuration: train.py "
+            "shards with fully_shard, set `fsdp_version: 2` (as in configs/accelerate/)"
+        )
     if asked("FSDP") and os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
-        raise ValueError("fsdp_offload_params: true in accelerate's configuration has never been run with train.py: set it to false and shard over more GPUs, or use one GPU with optim.name = adamw_offload")
+        raise ValueError(
+            "fsdp_offload_params: true in accelerate's configuration has never been run with train.py: set "
+            "it to false and shard over more GPUs, or use one GPU with optim.name = adamw_offload"
+        )
     if asked("DEEPSPEED"):
-        raise ValueError("train.py does not train with DeepSpeed: its engine steps inside the backward pass, where a gradient that is not finite could not be skipped, and its checkpoints open with pickle; FSDP2 shards the same things as ZeRO-3: take configs/accelerate/gpu-4.yaml")
+        raise ValueError(
+            "train.py does not train with DeepSpeed: its engine steps inside the backward pass, where a "
+            "gradient that is not finite could not be skipped, and its checkpoints open with pickle; FSDP2 "
+            "shards the same things as ZeRO-3: take configs/accelerate/gpu-4.yaml"
+        )
     for name in ("MEGATRON_LM", "PARALLELISM_CONFIG"):
         if asked(name):
-            raise ValueError(f"accelerate's configuration sets use_{name.lower()}: train.py trains with DDP or with fsdp_version 2 over all processes; take a file of configs/accelerate/")
+            raise ValueError(
+                f"accelerate's configuration sets use_{name.lower()}: train.py trains with DDP or with "
+                "fsdp_version 2 over all processes; take a file of configs/accelerate/"
+            )
 
 
 def is_asked(accelerator: Accelerator) -> bool:
@@ -48,14 +66,20 @@ def is_sharded(policy) -> bool:
 def shard(policy: Policy, accelerator: Accelerator) -> Policy:
     """Shards the policy in place over all processes, each decoder layer a group of its own.
 
-    Embeddings, final norm and head form the root's group: gathered once a pass and kept until its backward is over, so chunks
-    of tokens share them and tied weights stay one. Float32 shards; computed in bf16 where mixed precision asks for it,
-    gradients reduced in float32. No collectives here: it may be called on one process after another.
+    Embeddings, final norm and head form the root's group: gathered once a pass and kept until its backward is
+    over, so chunks of tokens share them and tied weights stay one. Float32 shards; computed in bf16 where
+    mixed precision asks for it, gradients reduced in float32. No collectives here: it may be called on one
+    process after another.
     """
     plugin = FullyShardedDataParallelPlugin()  # reads what accelerate's launcher put into the environment
     dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
-    mesh = torch.distributed.device_mesh.init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)}
+    mesh = torch.distributed.device_mesh.init_device_mesh(
+        accelerator.device.type, (accelerator.num_processes,)
+    )
+    options = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None),
+    }
     layer_kinds = tuple(policy.lm._no_split_modules or ())
     for module in policy.lm.modules():
         if type(module).__name__ in layer_kinds:
@@ -69,7 +93,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def parameters(policy) -> dict[str, torch.Tensor]:
-    """The language model's parameters by name, tied ones once: shards where sharded, also right after a forward pass."""
+    """The language model's parameters by name, tied ones once: shards where sharded, also right after a
+    forward pass."""
     if is_sharded(policy):
         policy.reshard()  # the root's group stays whole after a pass without gradients
     return {name.removeprefix("lm."): weight for name, weight in policy.named_parameters()}
@@ -134,16 +159,23 @@ def whole_weights(policy, accelerator: Accelerator) -> dict[str, torch.Tensor] |
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict:
     """The optimizer's state_dict with this process's shards as plain tensors."""
     state = optimizer.state_dict()
-    return state | {"state": {index: {key: local(value) for key, value in entries.items()} for index, entries in state["state"].items()}}
+    return state | {
+        "state": {
+            index: {key: local(value) for key, value in entries.items()}
+            for index, entries in state["state"].items()
+        }
+    }
 
 
 def join(pieces: list[torch.Tensor]) -> torch.Tensor:
-    """The whole of what each process of a run wrote of a tensor; numbers (a step count) are the same in all."""
+    """The whole of what each process of a run wrote of a tensor; numbers (a step count) are the same in
+    all."""
     return torch.cat(pieces) if len(pieces) > 1 and pieces[0].dim() else pieces[0]
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, parts: list[dict]) -> None:
-    """Loads `optimizer_state`s of all processes of a run, however many they were, or one state that is whole."""
+    """Loads `optimizer_state`s of all processes of a run, however many they were, or one state that is
+    whole."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     state = {}
     for index, entries in parts[0]["state"].items():
@@ -152,19 +184,33 @@ def load_optimizer(optimizer: torch.optim.Optimizer, parts: list[dict]) -> None:
             value = join([part["state"][index][key] for part in parts])
             if isinstance(weights[index], DTensor) and value.dim():
                 like = weights[index]
-                value = DTensor.from_local(cut(value, like).to(like.to_local().device), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+                value = DTensor.from_local(
+                    cut(value, like).to(like.to_local().device),
+                    like.device_mesh,
+                    like.placements,
+                    run_check=False,
+                    shape=like.shape,
+                    stride=like.stride(),
+                )
             state[index][key] = value
     optimizer.load_state_dict({"state": state, "param_groups": parts[0]["param_groups"]})
 
 
 def load_snapshots(policy, parts: list[list[dict]]) -> list[dict]:
     """Snapshots of all processes of a run, however many they were, as this process keeps them."""
-    return [{name: cut(join([part[i][name] for part in parts]), weight) for name, weight in parameters(policy).items()} for i in range(len(parts[0]))]
+    return [
+        {
+            name: cut(join([part[i][name] for part in parts]), weight)
+            for name, weight in parameters(policy).items()
+        }
+        for i in range(len(parts[0]))
+    ]
 
 
 @contextmanager
 def optimizer_on_cpu(optimizer: torch.optim.Optimizer, wanted: bool):
-    """The optimizer's tensors wait in CPU memory, and their memory on the device is free, until the block is left."""
+    """The optimizer's tensors wait in CPU memory, and their memory on the device is free, until the block is
+    left."""
     kept = []
     for entries in optimizer.state.values() if wanted else ():
         for value in entries.values():

@@ -1,8 +1,9 @@
-"""What keeps a long run from being lost: signals, the watchdog, the heartbeat, a console that goes away, and the agreement of all
-processes to stop.
+"""What keeps a long run from being lost: signals, the watchdog, the heartbeat, a console that goes away, and
+the agreement of all processes to stop.
 
-The watchdog is a thread: where no sign of life (a phase begun, an episode finished) came for `run.watchdog_s`, it names rank and
-phase, writes every thread's stack to the run's folder, saves what it safely can and ends the process.
+The watchdog is a thread: where no sign of life (a phase begun, an episode finished) came for
+`run.watchdog_s`, it names rank and phase, writes every thread's stack to the run's folder, saves what it
+safely can and ends the process.
 """
 
 import errno
@@ -31,10 +32,20 @@ USER, RETRIEVER, PHASE, SIGNAL, NOT_FINITE, DISK, HUNG, PEER = 2, 3, 4, 5, 6, 7,
 WAITING = "waiting for the other processes"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # What a signal does in a phase that is not cut short; all others are dropped and repeated.
-FINISHED = {"update": "the update is finished", "logs": "the step is logged", "checkpoint": "the checkpoint is finished", WAITING: "the other processes finish theirs", "report": "the report is finished"}
+FINISHED = {
+    "update": "the update is finished",
+    "logs": "the step is logged",
+    "checkpoint": "the checkpoint is finished",
+    WAITING: "the other processes finish theirs",
+    "report": "the report is finished",
+}
 ENDED = ("done", "stopped", "given up")  # last phases of a process that ended in order
-GRACE_S = 10.0  # for the main thread to say itself that a process is gone, which it does with gloo; a collective of NCCL just waits
-PATIENCE = 2  # who waits for others waits this many times as long, so that the hung process itself is the one that speaks first
+# For the main thread to say itself that a process is gone, which it does with gloo; a collective of NCCL just
+# waits
+GRACE_S = 10.0
+# Who waits for others waits this many times as long, so that the hung process itself is the one that speaks
+# first
+PATIENCE = 2
 LINE_S = 60.0  # seconds between two heartbeat lines on the console
 RECENT_STEPS = 20  # whose mean time gives the ETA
 
@@ -44,11 +55,13 @@ class Interrupted(Unplayed):
 
 
 class Guard:
-    """Looks after one process of a run: from `prepare` on its console and its launcher, from `watch` to `close` the run."""
+    """Looks after one process of a run: from `prepare` on its console and its launcher, from `watch` to
+    `close` the run."""
 
     def __init__(self):
         self.signal = 0  # the first one received
-        self.rescue: Callable[[], Path | None] | None = None  # saves a checkpoint; set only while the weights stand still
+        # Saves a checkpoint; set only while the weights stand still
+        self.rescue: Callable[[], Path | None] | None = None
         self.last_beat: dict[str, float] = {}
         self.run_dir, self.rank, self.num_processes, self.watchdog_s = None, 0, 1, 0.0
         self.now, self.alive, self.last_line, self.step_times = ("start", 0), time.monotonic(), 0.0, []
@@ -72,12 +85,17 @@ class Guard:
             self.lock.release()
 
     def prepare(self, launcher: int | None = None) -> None:
-        """From here on a signal ends the process in one line, a console that is gone is written to no more, and the end of the
-        launcher, if there is one, is a SIGTERM: it does not hand on its own death."""
+        """From here on a signal ends the process in one line, a console that is gone is written to no more,
+        and the end of the launcher, if there is one, is a SIGTERM: it does not hand on its own death."""
         self.consoles = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
         if threading.current_thread() is threading.main_thread():
-            asked = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP]  # nohup ignores SIGHUP
+            # Nohup ignores SIGHUP
+            asked = [
+                number
+                for number in SIGNALS
+                if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP
+            ]
             self.handlers = {number: signal.signal(number, self._received) for number in asked}
         if launcher is not None:
             threading.Thread(target=self._follow, args=(launcher,), daemon=True).start()
@@ -85,14 +103,25 @@ class Guard:
     def _follow(self, launcher: int) -> None:
         while not self.over.wait(0.5):
             if os.getppid() != launcher:
-                print(f"\ntrain.py: its launcher (process {launcher}) is gone; this process ends as if by SIGTERM.", file=sys.stderr, flush=True)
+                print(
+                    f"\ntrain.py: its launcher (process {launcher}) is gone; this process ends as if by "
+                    "SIGTERM.",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 if not self.signal:
                     os.kill(os.getpid(), signal.SIGTERM)
                 return
 
     def watch(self, run_dir: Path, accelerator, watchdog_s: float) -> None:
-        """From here on signals ask for an orderly end, and silence of more than `watchdog_s` seconds (0: any) ends the process."""
-        self.run_dir, self.rank, self.num_processes, self.watchdog_s = Path(run_dir), accelerator.process_index, accelerator.num_processes, watchdog_s
+        """From here on signals ask for an orderly end, and silence of more than `watchdog_s` seconds (0: any)
+        ends the process."""
+        self.run_dir, self.rank, self.num_processes, self.watchdog_s = (
+            Path(run_dir),
+            accelerator.process_index,
+            accelerator.num_processes,
+            watchdog_s,
+        )
         self.alive = time.monotonic()
         if watchdog_s:
             self.thread = threading.Thread(target=self._look, daemon=True)
@@ -107,7 +136,12 @@ class Guard:
         phase, step = self.now
         what = FINISHED.get(phase, "what is being played is dropped and will be repeated")
         then = "" if phase == "report" else ", then the run stops with a checkpoint"
-        print(f"\ntrain.py: {signal.Signals(number).name} received in phase {phase!r} of step {step}: {what}{then}. A second signal ends the process at once.", file=sys.stderr, flush=True)
+        print(
+            f"\ntrain.py: {signal.Signals(number).name} received in phase {phase!r} of step {step}: "
+            f"{what}{then}. A second signal ends the process at once.",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def phase(self, name: str, step: int | None = None) -> None:
         """A phase begins; a sign of life."""
@@ -138,20 +172,37 @@ class Guard:
         return signal.Signals(number).name if number else None
 
     def beat(self, step: int, num_steps: int, step_s: float, num_tokens: int, reward: float) -> None:
-        """The heartbeat after `step`: always in the run's folder; at most every `LINE_S` seconds on a console that shows no bar."""
+        """The heartbeat after `step`: always in the run's folder; at most every `LINE_S` seconds on a console
+        that shows no bar."""
         self.step_times = [*self.step_times, step_s][-RECENT_STEPS:]
         eta_s = sum(self.step_times) / len(self.step_times) * (num_steps - step - 1)
-        self.last_beat = {"step_s": step_s, "tokens_per_s": num_tokens / step_s, "memory_gb": memory_gb(), "eta_s": eta_s}
+        self.last_beat = {
+            "step_s": step_s,
+            "tokens_per_s": num_tokens / step_s,
+            "memory_gb": memory_gb(),
+            "eta_s": eta_s,
+        }
         self._write()
         if time.monotonic() - self.last_line > LINE_S and not sys.stderr.isatty():
             self.last_line = time.monotonic()
             hours, minutes = divmod(int(eta_s / 60), 60)
-            tqdm.write(f"step {step + 1}/{num_steps}: reward {reward:.3f}, {step_s:.1f} s a step, {num_tokens / step_s:.0f} tokens/s, {self.last_beat['memory_gb']:.1f} GB, {hours} h {minutes:02d} min to go")
+            tqdm.write(
+                f"step {step + 1}/{num_steps}: reward {reward:.3f}, {step_s:.1f} s a step, "
+                f"{num_tokens / step_s:.0f} tokens/s, {self.last_beat['memory_gb']:.1f} GB, {hours} h "
+                f"{minutes:02d} min to go"
+            )
 
     def _write(self) -> None:
         if self.run_dir is None:
             return
-        row = {"rank": self.rank, "pid": os.getpid(), "host": socket.gethostname(), "time": time.strftime("%Y-%m-%dT%H:%M:%S"), "phase": self.now[0], "step": self.now[1]} | self.last_beat
+        row = {
+            "rank": self.rank,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
+            "phase": self.now[0],
+            "step": self.now[1],
+        } | self.last_beat
         try:
             replace_file(heartbeat_path(self.run_dir, self.rank), json.dumps(row) + "\n")
         except OSError:  # a full disk is told by what must be written; a heartbeat is not
@@ -175,7 +226,10 @@ class Guard:
         faulthandler.dump_traceback_later(max(60.0, allowed_s), exit=True, file=2)  # saving may hang as well
         others = self._others() if phase == WAITING else ""
         report = f" python -m lld.report {self.run_dir} draws what was logged." if self.rank == 0 else ""
-        text = f"train.py: rank {self.rank} has shown no sign of life for {allowed_s:g} s (run.watchdog_s) in phase {phase!r} of step {step}{others}."
+        text = (
+            f"train.py: rank {self.rank} has shown no sign of life for {allowed_s:g} s (run.watchdog_s) "
+            f"in phase {phase!r} of step {step}{others}."
+        )
         try:
             with open(path, "w") as file:
                 file.write(text + "\n")
@@ -188,21 +242,34 @@ class Guard:
         os._exit(HUNG)
 
     def _gone(self) -> str:
-        """The processes of this run and machine that do not exist any more and did not end in order; empty without any."""
+        """The processes of this run and machine that do not exist any more and did not end in order; empty
+        without any."""
         found = []
         for rank in set(range(self.num_processes)) - {self.rank}:
             path = heartbeat_path(self.run_dir, rank)
             try:
-                row = json.loads(path.read_text()) if path.stat().st_mtime > self.began else {"phase": "done"}  # an earlier launch's
-                if row["phase"] not in ENDED and row["host"] == socket.gethostname() and not is_alive(row["pid"]):
-                    found.append(f"rank {rank} (process {row['pid']}, in phase {row['phase']!r} of step {row['step']})")
+                # An earlier launch's
+                row = json.loads(path.read_text()) if path.stat().st_mtime > self.began else {"phase": "done"}
+                if (
+                    row["phase"] not in ENDED
+                    and row["host"] == socket.gethostname()
+                    and not is_alive(row["pid"])
+                ):
+                    found.append(
+                        f"rank {rank} (process {row['pid']}, in phase {row['phase']!r} of step {row['step']})"
+                    )
             except (OSError, ValueError, KeyError):
                 pass
         return ", ".join(found)
 
     def _end_alone(self, gone: str) -> None:
         faulthandler.dump_traceback_later(60.0, exit=True, file=2)  # saving may hang as well
-        print(f"\ntrain.py: rank {self.rank}: {gone} is gone, and what this process waits for will not come. {self.save_what_stands()}", file=sys.stderr, flush=True)
+        print(
+            f"\ntrain.py: rank {self.rank}: {gone} is gone, and what this process waits for will not come. "
+            f"{self.save_what_stands()}",
+            file=sys.stderr,
+            flush=True,
+        )
         os._exit(PEER)
 
     def save_what_stands(self) -> str:
@@ -212,17 +279,27 @@ class Guard:
                 folder = self.rescue() if self.rescue is not None else None
         except Exception as error:
             return f"No checkpoint could be saved ({error}); --resume continues from the last one."
-        return f"Saved {folder}; continue with --resume." if folder else "Continue from the last checkpoint with --resume."
+        return (
+            f"Saved {folder}; continue with --resume."
+            if folder
+            else "Continue from the last checkpoint with --resume."
+        )
 
     def _others(self) -> str:
-        paths = [heartbeat_path(self.run_dir, rank) for rank in range(self.num_processes)]  # not those of an earlier, larger launch
+        # Not those of an earlier, larger launch
+        paths = [heartbeat_path(self.run_dir, rank) for rank in range(self.num_processes)]
         rows = [json.loads(path.read_text()) for path in paths if path.exists()]
-        busy = [f"rank {row['rank']} is in phase {row['phase']!r} of step {row['step']} since {row['time']}" for row in rows if row["phase"] != WAITING]
+        busy = [
+            f"rank {row['rank']} is in phase {row['phase']!r} of step {row['step']} since {row['time']}"
+            for row in rows
+            if row["phase"] != WAITING
+        ]
         return f"; {', '.join(busy)}" if busy else ""
 
 
 class Console:
-    """stdout or stderr that may go away, as when `tee` or a terminal ends: what is written after that is dropped, and the run goes on."""
+    """stdout or stderr that may go away, as when `tee` or a terminal ends: what is written after that is
+    dropped, and the run goes on."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream
@@ -266,9 +343,19 @@ def memory_gb() -> float:
     """Peak memory of this process: on its GPU, or resident where there is none."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+    return (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+    )
 
 
 def lost_peer(error: RuntimeError) -> bool:
     """Whether a collective failed because another process is gone or silent, in gloo's or NCCL's words."""
-    return isinstance(error, torch.distributed.DistError) or any(word in str(error) for word in ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Timed out waiting"))
+    return isinstance(error, torch.distributed.DistError) or any(
+        word in str(error)
+        for word in (
+            "gloo/transport",
+            "Connection closed by peer",
+            "Connection reset by peer",
+            "Timed out waiting",
+        )
+    )

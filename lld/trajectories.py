@@ -1,4 +1,5 @@
-"""Episodes as JSON: exactly, to be trained on again (`to_json`, `from_json`), and with all that the recorder knows of each token (`describe`)."""
+"""Episodes as JSON: exactly, to be trained on again (`to_json`, `from_json`), and with all that the recorder
+knows of each token (`describe`)."""
 
 import dataclasses
 import json
@@ -19,17 +20,28 @@ def to_json(episode: Episode) -> str:
 
 def from_json(line: str) -> Episode:
     tree = json.loads(line)
-    question = Question(**{name: tuple(value) if isinstance(value, list) else value for name, value in tree["question"].items()})
-    turns = [Turn(**turn | {"passages": tuple(Passage(**passage) for passage in turn["passages"])}) for turn in tree["turns"]]
+    question = Question(
+        **{
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in tree["question"].items()
+        }
+    )
+    turns = [
+        Turn(**turn | {"passages": tuple(Passage(**passage) for passage in turn["passages"])})
+        for turn in tree["turns"]
+    ]
     return Episode(**tree | {"question": question, "turns": turns})
 
 
 def read_episodes(path: Path, vocabulary: int) -> list[Episode]:
-    """The episodes of a file that may be somebody else's; ValueError names the line that is none of a model with so many tokens."""
+    """The episodes of a file that may be somebody else's; ValueError names the line that is none of a model
+    with so many tokens."""
     if not path.is_file():
         raise ValueError(f"no file {path}: it is damaged or not of a crash box")
     episodes = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1], start=1):
+    for number, line in enumerate(
+        path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1], start=1
+    ):
         try:
             episodes.append(from_json(line))
             wrong = _wrong(episodes[-1], vocabulary)
@@ -46,39 +58,86 @@ def _wrong(episode: Episode, vocabulary: int) -> str | None:
     size = len(episode.token_ids)
     if not whole([*episode.prompt_ids, *episode.token_ids], vocabulary) or not episode.prompt_ids or not size:
         return f"token ids must be whole numbers below {vocabulary}, in prompt and response"
-    if not len(episode.action_ids) == len(episode.logprobs) == size or not whole(episode.action_ids, size + 1) or not all(isinstance(value, float) for value in episode.logprobs):
+    if (
+        not len(episode.action_ids) == len(episode.logprobs) == size
+        or not whole(episode.action_ids, size + 1)
+        or not all(isinstance(value, float) for value in episode.logprobs)
+    ):
         return "action ids and log-probabilities must be as many numbers as token ids"
     for turn in episode.turns:
         places = [turn.start, turn.tag_start, turn.end, turn.observation_end]
-        if not whole(places, size + 1) or places != sorted(places) or not all(isinstance(text, str) for text in (turn.kind, turn.content, *(passage.contents for passage in turn.passages))):
+        if (
+            not whole(places, size + 1)
+            or places != sorted(places)
+            or not all(
+                isinstance(text, str)
+                for text in (turn.kind, turn.content, *(passage.contents for passage in turn.passages))
+            )
+        ):
             return "a turn's offsets or texts are wrong"
     question = episode.question
-    if not isinstance(question.golden_answers, tuple) or not all(isinstance(text, str) for text in (question.id, question.text, *question.golden_answers)):
+    if not isinstance(question.golden_answers, tuple) or not all(
+        isinstance(text, str) for text in (question.id, question.text, *question.golden_answers)
+    ):
         return "the question's texts are wrong"
     return None
 
 
 def describe(
-    tokenizer, step: int, episodes: list[Episode], batch: Batch, scores: Scores, rewards: list[float], rows: list[int], lld_tolerance: float = 0.0
+    tokenizer,
+    step: int,
+    episodes: list[Episode],
+    batch: Batch,
+    scores: Scores,
+    rewards: list[float],
+    rows: list[int],
+    lld_tolerance: float = 0.0,
 ) -> list[dict]:
-    """One record for each of `rows`: the episode, its tokens as text, and each token's author, part, log-probabilities
-    (None where the model did not write it) and gates. The gates are those of LLDS's anchor -> new, whatever the advantage."""
+    """One record for each of `rows`: the episode, its tokens as text, and each token's author, part,
+    log-probabilities (None where the model did not write it) and gates. The gates are those of LLDS's anchor
+    -> new, whatever the advantage."""
     fall_RT = scores.anchor_BT[rows] - scores.new_BT[rows] - lld_tolerance
-    gates = {gate: gate_BT(fall_RT, batch.action_ids_BT[rows], gate).int().tolist() for gate in ("token", "action", "response")}
-    tables = {"sampled": batch.sampled_logprobs_BT, "old": scores.old_BT, "new": scores.new_BT, "final": scores.final_BT}
+    gates = {
+        gate: gate_BT(fall_RT, batch.action_ids_BT[rows], gate).int().tolist()
+        for gate in ("token", "action", "response")
+    }
+    tables = {
+        "sampled": batch.sampled_logprobs_BT,
+        "old": scores.old_BT,
+        "new": scores.new_BT,
+        "final": scores.final_BT,
+    }
     records = []
     for place, row in enumerate(rows):
         episode = episodes[row]
         start, end = len(episode.prompt_ids), len(episode.prompt_ids) + len(episode.token_ids)
-        decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        decode = lambda ids: tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         logprobs = {
-            name: [round(value, 6) if action else None for value, action in zip(table_BT[row, start:end].tolist(), episode.action_ids)] if table_BT is not None else None
+            name: [
+                round(value, 6) if action else None
+                for value, action in zip(table_BT[row, start:end].tolist(), episode.action_ids)
+            ]
+            if table_BT is not None
+            else None
             for name, table_BT in tables.items()
         }
         about = dataclasses.asdict(episode)
         records.append(
-            {"step": step, "prompt": decode(episode.prompt_ids), "reward": rewards[row], "em": 0.0 if episode.answer is None else exact_match(episode.answer, episode.question.golden_answers)}
-            | {"advantage": float(batch.advantages_B[row]), "answer": episode.answer, "tokens": pieces(decode, episode.token_ids)}
+            {
+                "step": step,
+                "prompt": decode(episode.prompt_ids),
+                "reward": rewards[row],
+                "em": 0.0
+                if episode.answer is None
+                else exact_match(episode.answer, episode.question.golden_answers),
+            }
+            | {
+                "advantage": float(batch.advantages_B[row]),
+                "answer": episode.answer,
+                "tokens": pieces(decode, episode.token_ids),
+            }
             | {name: about[name] for name in ("question", "sample", "stop_reason", "turns", "action_ids")}
             | {"part_ids": batch.part_ids_BT[row, start:end].tolist()}
             | logprobs
@@ -93,12 +152,13 @@ def write(path: Path, records: list[dict]) -> None:
 
 
 def pieces(decode, token_ids: list[int]) -> list[str]:
-    """The text that each token adds, spaces included; their concatenation is the text of all (a character that several
-    byte-level tokens make up together is given to the last of them)."""
+    """The text that each token adds, spaces included; their concatenation is the text of all (a character
+    that several byte-level tokens make up together is given to the last of them)."""
     texts, done, begin = [], "", 0
     for end in range(1, len(token_ids) + 1):
         text = decode(token_ids[begin:end])
-        held = text.endswith("\ufffd") and end < len(token_ids)  # perhaps a character of which the rest is to come
+        # Perhaps a character of which the rest is to come
+        held = text.endswith("\ufffd") and end < len(token_ids)
         text = text[:-1] if held else text
         texts.append(text[len(done) :])
         done = text

@@ -1,4 +1,5 @@
-"""Small real things shared by the tests: a byte-level BPE tokenizer, a random Qwen2 policy, a search over made-up passages."""
+"""Small real things shared by the tests: a byte-level BPE tokenizer, a random Qwen2 policy, a search over
+made-up passages."""
 
 import os
 
@@ -16,7 +17,8 @@ os.environ.setdefault("LLD_CACHE", tempfile.mkdtemp(prefix="lld-tests-"))
 import pytest
 import torch
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is started with it ignored, and would hand that down
+# A shell's background job is started with it ignored, and would hand that down
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"
@@ -24,10 +26,16 @@ sys.path.insert(0, str(ROOT))
 
 TEXTS = [
     "<think> I need to find it. </think> <search> who wrote it </search>",
-    "<information>Doc 1(Title: \"Ada\") Ada was born in Arden.</information>",
-    "<answer> Beijing </answer> Answer the given question. You must conduct reasoning inside <think> and </think> first",
-    "My previous action is invalid. If I want to search, I should put the query between <search> and </search>.",
-] * 50  # fmt: skip
+    '<information>Doc 1(Title: "Ada") Ada was born in Arden.</information>',
+    (
+        "<answer> Beijing </answer> Answer the given question. You must conduct reasoning inside <think> and "
+        "</think> first"
+    ),
+    (
+        "My previous action is invalid. If I want to search, I should put the query between <search> and "
+        "</search>."
+    ),
+] * 50
 
 
 def make_tokenizer(vocab_size: int = 400, chat: bool = False):
@@ -38,23 +46,46 @@ def make_tokenizer(vocab_size: int = 400, chat: bool = False):
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=["<|endoftext|>", "<|im_end|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
     backend.train_from_iterator(TEXTS, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
     if chat:
         tokenizer.chat_template = "{% for m in messages %}user: {{ m['content'] }}{% endfor %} assistant: "
     return tokenizer
 
 
-def make_lm(tokenizer, *, hidden_size: int = 64, num_layers: int = 2, seed: int = 0, scale: float = 8.0, vocab_size: int | None = None):
+def make_lm(
+    tokenizer,
+    *,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    seed: int = 0,
+    scale: float = 8.0,
+    vocab_size: int | None = None,
+):
     """A random Qwen2 whose logits are sharpened by `scale`, so that greedy choices are not near-ties."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=vocab_size or len(tokenizer), hidden_size=hidden_size, intermediate_size=2 * hidden_size, num_hidden_layers=num_layers, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+        vocab_size=vocab_size or len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     lm = Qwen2ForCausalLM(config).eval()
     with torch.no_grad():
         lm.lm_head.weight.mul_(scale)
@@ -82,7 +113,13 @@ def questions():
 def search():
     from lld.protocol import Passage
 
-    return lambda queries: [[Passage(str(r), f'"Title {r}"\nThe text about {query[:20]} number {r}.', 1.0 / (r + 1)) for r in range(3)] for query in queries]
+    return lambda queries: [
+        [
+            Passage(str(r), f'"Title {r}"\nThe text about {query[:20]} number {r}.', 1.0 / (r + 1))
+            for r in range(3)
+        ]
+        for query in queries
+    ]
 
 
 @pytest.fixture(scope="session")

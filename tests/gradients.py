@@ -1,6 +1,7 @@
-"""Makes two optimizer steps on fixed episodes and saves their gradients; run alone or under `accelerate launch`.
+"""Makes two optimizer steps on fixed episodes and saves their gradients; run alone or under `accelerate
+launch`.
 
-    python tests/gradients.py OUT MICRO_BATCH_SIZE [section.option=value …]
+python tests/gradients.py OUT MICRO_BATCH_SIZE [section.option=value …]
 """
 
 import sys
@@ -32,7 +33,8 @@ OPTIONS = {
 
 
 def make_episodes(num_rows: int, vocab_size: int) -> list[Episode]:
-    """Ragged episodes of up to three actions with observations between; their log-probabilities are made up."""
+    """Ragged episodes of up to three actions with observations between; their log-probabilities are made
+    up."""
     generator = torch.Generator().manual_seed(7)
     draw = lambda low, high: int(torch.randint(low, high, (1,), generator=generator))
     episodes = []
@@ -47,15 +49,31 @@ def make_episodes(num_rows: int, vocab_size: int) -> list[Episode]:
                 episode.action_ids += [author] * length
                 episode.logprobs += [-1.0 if author else 0.0] * length
             kind = "search" if action < num_actions else ("answer", "invalid")[row % 2]
-            content, tag_start = ("a" if row % 4 else "b", start + count // 2) if kind != "invalid" else ("", start + count)
+            content, tag_start = (
+                ("a" if row % 4 else "b", start + count // 2) if kind != "invalid" else ("", start + count)
+            )
             passages = (Passage("1", f'"T"\n{row % 2}', 1.0),) if kind == "search" else ()
-            episode.turns.append(Turn(start, start + count, start + count + observed, kind, content, "stop_string", tag_start, passages, 0, kind == "search"))
+            episode.turns.append(
+                Turn(
+                    start,
+                    start + count,
+                    start + count + observed,
+                    kind,
+                    content,
+                    "stop_string",
+                    tag_start,
+                    passages,
+                    0,
+                    kind == "search",
+                )
+            )
         episodes.append(episode)
     return episodes
 
 
 class Recorder:
-    """An optimizer that keeps every gradient and takes a plain step, so that the second update starts elsewhere."""
+    """An optimizer that keeps every gradient and takes a plain step, so that the second update starts
+    elsewhere."""
 
     def __init__(self, parameters, lr: float):
         self.parameters, self.lr, self.gradients = list(parameters), lr, []
@@ -72,7 +90,8 @@ class Recorder:
 
 
 def two_steps(options: dict, micro_batch_size: int | None, advantages_PG=None):
-    """(gradients of two updates, metrics) of `update_policy`, on this process's share of the rows; null: micro-batches as the options say."""
+    """(gradients of two updates, metrics) of `update_policy`, on this process's share of the rows; null:
+    micro-batches as the options say."""
     options = {section: dict(values) for section, values in options.items()}
     if micro_batch_size is not None:
         options["optim"] = options["optim"] | {"micro_batch_size": micro_batch_size}
@@ -88,7 +107,11 @@ def two_steps(options: dict, micro_batch_size: int | None, advantages_PG=None):
     optimizer = Recorder(policy.parameters(), lr=0.05)
     update_rows, scores = update_policy(accelerator, policy, reference, optimizer, batch, cfg, beta=0.3)
     scores.final_BT = score_batch(accelerator, policy, batch, cfg)
-    return optimizer.gradients, summarize_updates(update_rows) | describe(batch, scores, episodes, cfg), accelerator
+    return (
+        optimizer.gradients,
+        summarize_updates(update_rows) | describe(batch, scores, episodes, cfg),
+        accelerator,
+    )
 
 
 if __name__ == "__main__":

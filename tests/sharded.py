@@ -1,6 +1,7 @@
-"""Two processes, DDP and FSDP2, on the same episodes and in whole runs; rank 0 saves what tests/test_sharding.py compares.
+"""Two processes, DDP and FSDP2, on the same episodes and in whole runs; rank 0 saves what
+tests/test_sharding.py compares.
 
-    accelerate launch --config_file configs/accelerate/cpu-2.yaml tests/sharded.py FOLDER
+accelerate launch --config_file configs/accelerate/cpu-2.yaml tests/sharded.py FOLDER
 """
 
 import contextlib
@@ -40,8 +41,21 @@ CASES = {  # advantages and options
 
 
 def small(folder: Path, name: str, **rollout) -> Path:
-    run = {"dir": str(folder / name), "steps": STEPS, "save_every": 2, "keep_checkpoints": 0, "watchdog_s": 90}
-    return write_config(folder, name, run=run, rollout={"num_questions": 3, "group_size": 4, "max_new_tokens": 24, "num_slots": 8, **rollout}, eval={"every": STEPS, "at_start": False, "max_questions": 4}, monitor={"rescore_every": 1})
+    run = {
+        "dir": str(folder / name),
+        "steps": STEPS,
+        "save_every": 2,
+        "keep_checkpoints": 0,
+        "watchdog_s": 90,
+    }
+    return write_config(
+        folder,
+        name,
+        run=run,
+        rollout={"num_questions": 3, "group_size": 4, "max_new_tokens": 24, "num_slots": 8, **rollout},
+        eval={"every": STEPS, "at_start": False, "max_questions": 4},
+        monitor={"rescore_every": 1},
+    )
 
 
 def begun_elsewhere(folder: Path, source: str, name: str) -> Path:
@@ -61,7 +75,9 @@ class Recorder(torch.optim.SGD):
         self.gradients = []
 
     def step(self):
-        grads = [sharding.whole(weight.grad, "cpu") for group in self.param_groups for weight in group["params"]]
+        grads = [
+            sharding.whole(weight.grad, "cpu") for group in self.param_groups for weight in group["params"]
+        ]
         self.gradients.append(torch.cat([grad.flatten() for grad in grads]))
         super().step()
 
@@ -79,16 +95,33 @@ def three_steps(accelerator, case: str, sharded: bool) -> dict:
     """Gradients of three optimizer steps on fixed episodes, log-probabilities after them, metrics."""
     advantages, changes = CASES[case]
     loss = {name: value for name, value in changes.items() if name in OPTIONS["loss"]}
-    optim = {"updates_per_rollout": 3, "micro_batch_size": 1} | {name: value for name, value in changes.items() if name not in loss}
+    optim = {"updates_per_rollout": 3, "micro_batch_size": 1} | {
+        name: value for name, value in changes.items() if name not in loss
+    }
     rollout = {"num_questions": len(advantages), "group_size": 3}
-    cfg = config.from_dict(OPTIONS | {"rollout": rollout, "optim": OPTIONS["optim"] | optim, "loss": OPTIONS["loss"] | loss})
+    cfg = config.from_dict(
+        OPTIONS | {"rollout": rollout, "optim": OPTIONS["optim"] | optim, "loss": OPTIONS["loss"] | loss}
+    )
     tokenizer = make_tokenizer()
-    place = (lambda model: sharding.shard(model, accelerator)) if sharded else lambda model: accelerator.prepare_model(model, evaluation_mode=not next(model.parameters()).requires_grad)
+    place = (
+        (lambda model: sharding.shard(model, accelerator))
+        if sharded
+        else lambda model: accelerator.prepare_model(
+            model, evaluation_mode=not next(model.parameters()).requires_grad
+        )
+    )
     policy, reference = place(Policy(new_lm(case))), place(Policy(new_lm(case, seed=1)).requires_grad_(False))
-    batch = collate(make_episodes(3 * len(advantages), len(tokenizer)), torch.tensor(advantages), tokenizer.pad_token_id)
+    batch = collate(
+        make_episodes(3 * len(advantages), len(tokenizer)), torch.tensor(advantages), tokenizer.pad_token_id
+    )
     optimizer = Recorder(policy.parameters())
     update_rows, scores = update_policy(accelerator, policy, reference, optimizer, batch, cfg, beta=0.3)
-    return {"gradients": optimizer.gradients, "final_BT": score_batch(accelerator, policy, batch, cfg), "old_BT": scores.old_BT, "metrics": summarize_updates(update_rows)}
+    return {
+        "gradients": optimizer.gradients,
+        "final_BT": score_batch(accelerator, policy, batch, cfg),
+        "old_BT": scores.old_BT,
+        "metrics": summarize_updates(update_rows),
+    }
 
 
 def some_tokens(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,7 +131,9 @@ def some_tokens(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def in_bf16(accelerator) -> dict:
     """FSDP2 that computes in bf16: types, and the gradient beside the float32 one."""
-    half = SimpleNamespace(mixed_precision="bf16", device=accelerator.device, num_processes=accelerator.num_processes)
+    half = SimpleNamespace(
+        mixed_precision="bf16", device=accelerator.device, num_processes=accelerator.num_processes
+    )
     found = {}
     for name, kind in (("float32", accelerator), ("bf16", half)):
         lm = new_lm("ragged").train()
@@ -111,13 +146,24 @@ def in_bf16(accelerator) -> dict:
         logprobs_BT.mean().backward()
         weights = list(policy.parameters())
         gradient = torch.cat([sharding.whole(weight.grad, "cpu").flatten() for weight in weights])
-        types = {"weights": {w.dtype for w in weights}, "gradients": {w.grad.dtype for w in weights}, "copy": {w.dtype for w in twin.parameters()}, "buffers": {b.dtype for b in twin.buffers()}, "scores": {logprobs_BT.dtype}}
-        found[name] = {"gradient": gradient, "gap": float((logprobs_BT - sampled_BT).abs().max()), "types": {key: [str(t) for t in some] for key, some in types.items()}}
+        types = {
+            "weights": {w.dtype for w in weights},
+            "gradients": {w.grad.dtype for w in weights},
+            "copy": {w.dtype for w in twin.parameters()},
+            "buffers": {b.dtype for b in twin.buffers()},
+            "scores": {logprobs_BT.dtype},
+        }
+        found[name] = {
+            "gradient": gradient,
+            "gap": float((logprobs_BT - sampled_BT).abs().max()),
+            "types": {key: [str(t) for t in some] for key, some in types.items()},
+        }
     return found
 
 
 def optimizer_and_checkpoint(accelerator, folder: Path) -> dict:
-    """AdamW on shards: one step, a checkpoint, a second step; and the second step again from the checkpoint."""
+    """AdamW on shards: one step, a checkpoint, a second step; and the second step again from the
+    checkpoint."""
     found, tokenizer = {}, make_tokenizer()
     token_ids_BT, scored_BT = some_tokens(accelerator.process_index)
 
@@ -134,7 +180,16 @@ def optimizer_and_checkpoint(accelerator, folder: Path) -> dict:
     def save(num_steps):
         shard = {"optimizer": sharding.optimizer_state(optimizer), "snapshots": [sharding.snapshot(policy)]}
         shared = {"rng": torch.get_rng_state(), "shapes": sharding.shapes(policy)}
-        return checkpoint.save(folder, num_steps, policy.lm, tokenizer, shared, accelerator=accelerator, weights=sharding.whole_weights(policy, accelerator), shard=shard)
+        return checkpoint.save(
+            folder,
+            num_steps,
+            policy.lm,
+            tokenizer,
+            shared,
+            accelerator=accelerator,
+            weights=sharding.whole_weights(policy, accelerator),
+            shard=shard,
+        )
 
     policy, optimizer = begin(0)
     step(policy, optimizer)
@@ -144,8 +199,15 @@ def optimizer_and_checkpoint(accelerator, folder: Path) -> dict:
     saved = save(1)
     before = {name: value.clone() for name, value in sharding.optimizer_state(optimizer)["state"][0].items()}
     with sharding.optimizer_on_cpu(optimizer, True):
-        found["freed"] = [sharding.local(value).untyped_storage().nbytes() for value in optimizer.state_dict()["state"][0].values() if value.dim()]
-    found["returned"] = all(torch.equal(before[name], value) for name, value in sharding.optimizer_state(optimizer)["state"][0].items())
+        found["freed"] = [
+            sharding.local(value).untyped_storage().nbytes()
+            for value in optimizer.state_dict()["state"][0].values()
+            if value.dim()
+        ]
+    found["returned"] = all(
+        torch.equal(before[name], value)
+        for name, value in sharding.optimizer_state(optimizer)["state"][0].items()
+    )
     step(policy, optimizer)
     found["second"] = sharding.whole_weights(policy, accelerator)
 
@@ -154,14 +216,22 @@ def optimizer_and_checkpoint(accelerator, folder: Path) -> dict:
     sharding.load_optimizer(optimizer, [part["optimizer"] for part in state["parts"]])
     [snapshot] = sharding.load_snapshots(policy, [part["snapshots"] for part in state["parts"]])
     sharding.restore(policy, snapshot)
-    found["moments"] = {i: {name: sharding.whole(value, "cpu") if isinstance(value, DTensor) else value.clone() for name, value in entries.items()} for i, entries in optimizer.state_dict()["state"].items()}
+    found["moments"] = {
+        i: {
+            name: sharding.whole(value, "cpu") if isinstance(value, DTensor) else value.clone()
+            for name, value in entries.items()
+        }
+        for i, entries in optimizer.state_dict()["state"].items()
+    }
     step(policy, optimizer)
     found["again"] = sharding.whole_weights(policy, accelerator)
 
     write = checkpoint._write_shard
     if accelerator.process_index == 1:  # its disk is full
+
         def full(path, shard):
             raise OSError(errno.ENOSPC, "No space left on device")
+
         checkpoint._write_shard = full
     try:
         save(2)
@@ -175,7 +245,8 @@ def optimizer_and_checkpoint(accelerator, folder: Path) -> dict:
 
 
 def watch_whole_models(train) -> list[int]:
-    """How many whole models this process holds each time that train.py has just opened one; the list grows as it runs."""
+    """How many whole models this process holds each time that train.py has just opened one; the list grows as
+    it runs."""
     load, kept, found = train.load_lm, [], []
 
     def load_and_count(options):
@@ -189,7 +260,8 @@ def watch_whole_models(train) -> list[int]:
 
 
 def whole_runs(accelerator, folder: Path) -> tuple[dict[str, int], list[int]]:
-    """Exit codes of runs of train.py, by name, each process making its part of them; and the whole models of the first run."""
+    """Exit codes of runs of train.py, by name, each process making its part of them; and the whole models of
+    the first run."""
     import train
 
     train.write_report = train.Accelerator.end_training = lambda *_: None  # the process group serves all runs
@@ -214,9 +286,20 @@ def whole_runs(accelerator, folder: Path) -> tuple[dict[str, int], list[int]]:
 
 
 def main(folder: Path) -> None:
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=90))])  # a hang ends as an error
-    found = {f"{case}, {kind}": three_steps(accelerator, case, kind == "fsdp") for case in CASES for kind in ("ddp", "fsdp")}
-    found |= {"processes": accelerator.num_processes, "bf16": in_bf16(accelerator), "checkpoint": optimizer_and_checkpoint(accelerator, folder / "unit")}
+    # A hang ends as an error
+    accelerator = Accelerator(
+        cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=90))]
+    )
+    found = {
+        f"{case}, {kind}": three_steps(accelerator, case, kind == "fsdp")
+        for case in CASES
+        for kind in ("ddp", "fsdp")
+    }
+    found |= {
+        "processes": accelerator.num_processes,
+        "bf16": in_bf16(accelerator),
+        "checkpoint": optimizer_and_checkpoint(accelerator, folder / "unit"),
+    }
     found["codes"], found["opened"] = whole_runs(accelerator, folder)
     if accelerator.is_main_process:
         torch.save(found, folder / "found.pt")

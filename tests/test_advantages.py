@@ -9,7 +9,8 @@ from lld.advantages import group_advantages
 
 
 def test_numbers_by_hand():
-    # mean 1/4, deviations (3/4, -1/4, -1/4, -1/4), unbiased variance (9 + 1 + 1 + 1)/16/3 = 1/4, std 1/2 (biased: 0.433)
+    # mean 1/4, deviations (3/4, -1/4, -1/4, -1/4), unbiased variance (9 + 1 + 1 + 1)/16/3 = 1/4, std 1/2
+    # (biased: 0.433)
     rewards_PG = torch.tensor([[1.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
     expected_PG = torch.tensor([[0.75, -0.25, -0.25, -0.25]], dtype=torch.float64)
     torch.testing.assert_close(group_advantages(rewards_PG), expected_PG / (0.5 + 1e-6), rtol=0, atol=1e-12)
@@ -26,7 +27,9 @@ def test_agrees_with_a_python_loop_and_groups_do_not_mix(dtype, normalize_std):
         mean = sum(rewards) / 5
         std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / 4)
         scale = std + 1e-6 if normalize_std else 1.0
-        assert advantages == pytest.approx([(r - mean) / scale for r in rewards], abs=1e-12 if dtype == torch.float64 else 2e-6)
+        assert advantages == pytest.approx(
+            [(r - mean) / scale for r in rewards], abs=1e-12 if dtype == torch.float64 else 2e-6
+        )
 
 
 def test_epsilon_is_added_to_the_std_and_not_inside_its_root():

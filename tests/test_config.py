@@ -1,4 +1,5 @@
-"""Options: every one is read somewhere, wrong ones are named with a remedy, and the shipped YAMLs are the paper's."""
+"""Options: every one is read somewhere, wrong ones are named with a remedy, and the shipped YAMLs are the
+paper's."""
 
 import dataclasses
 import re
@@ -21,23 +22,37 @@ def test_shipped_configs_load_and_state_only_departures(path):
     for section, options in yaml.safe_load(path.read_text()).items():
         for name, value in options.items():
             if (section, name) not in {("run", "dir"), ("run", "seed")}:
-                assert config.to_dict(cfg)[section][name] != defaults[section][name], f"{section}.{name} is the default"
+                assert config.to_dict(cfg)[section][name] != defaults[section][name], (
+                    f"{section}.{name} is the default"
+                )
 
 
 def recipes() -> dict[str, tuple[str, list[str]]]:
     """The README's table of recipes: name -> ("table: row", the paper's seven scores and their average)."""
-    lines = re.findall(r"^\| (`[\w`., -]+`) \| (\d: [^|]+) \| ((?:\.\d{3} \| ){7}\.\d{3}) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    return {name: (row, figures.split(" | ")) for names, row, figures in lines for name in re.findall(r"`([\w.-]+)`", names)}
+    lines = re.findall(
+        r"^\| (`[\w`., -]+`) \| (\d: [^|]+) \| ((?:\.\d{3} \| ){7}\.\d{3}) \|$",
+        (ROOT / "README.md").read_text(),
+        re.MULTILINE,
+    )
+    return {
+        name: (row, figures.split(" | "))
+        for names, row, figures in lines
+        for name in re.findall(r"`([\w.-]+)`", names)
+    }
 
 
 def test_every_recipe_names_its_row_and_the_average_that_the_paper_gives():
-    """Averages are the means of the seven scores but for GSPO + LLDS, where the paper prints .451 for .4503."""
+    """Averages are the means of the seven scores but for GSPO + LLDS, where the paper prints .451 for
+    .4503."""
     assert len(recipes()) == 27
     for name, (row, figures) in recipes().items():
         *scores, average = map(float, figures)
         assert abs(sum(scores) / 7 - average) < 0.0011, name
         first = (ROOT / "configs" / f"{name}.yaml").read_text().split("\n")[0]
-        assert first.startswith(f"# Table {row.replace(': ', ', ', 1)}") and f"EM average {figures[-1]} in the paper; not run by us." in first, first
+        assert (
+            first.startswith(f"# Table {row.replace(': ', ', ', 1)}")
+            and f"EM average {figures[-1]} in the paper; not run by us." in first
+        ), first
     named = recipes().keys() | {"tiny", "7b-one-gpu", "3b-instruct-v1", "3b-instruct-code"}
     assert {path.stem for path in YAMLS} == named
 
@@ -46,7 +61,9 @@ def test_every_recipe_names_its_row_and_the_average_that_the_paper_gives():
 def test_a_recipe_is_what_its_row_says(name):
     cfg, (row, _) = config.load(str(ROOT / "configs" / f"{name}.yaml")), recipes()[name]
     loss, size = cfg.loss, "7B" if row[0] == "2" else "3B"
-    model = "meta-llama/Llama-3.2-3B" if row[0] == "4" else f"Qwen/Qwen2.5-{size}" + "-Instruct" * ("Ins" in row)
+    model = (
+        "meta-llama/Llama-3.2-3B" if row[0] == "4" else f"Qwen/Qwen2.5-{size}" + "-Instruct" * ("Ins" in row)
+    )
     assert (cfg.model.path, cfg.run.dir) == (model, f"runs/{name}")
     assert cfg.data.train_sources == (("nq",) if "NQ only" in row else ())
     assert loss.kind == ("gspo" if "GSPO" in row else "grpo")
@@ -55,26 +72,72 @@ def test_a_recipe_is_what_its_row_says(name):
     assert loss.lld_gate == next((gate for gate in ("token", "response") if gate in row), "action")
     assert loss.lld_answer_schedule == ("paper" if "LLDS-MA" in row else "constant")
     if name.startswith("search-r1"):
-        assert (cfg.rollout.max_turns, cfg.rollout.top_p, loss.aggregation, loss.entropy_weight) == (4, 0.95, "token_mean", 0.001)
-        assert (cfg.run.steps, cfg.optim.lr, cfg.reward.kind) == {"1": (305, 1e-6, "em"), "2": (1005, 1e-6, "em"), "3": (1005, 5e-7, "format")}[name[-1]]
+        assert (cfg.rollout.max_turns, cfg.rollout.top_p, loss.aggregation, loss.entropy_weight) == (
+            4,
+            0.95,
+            "token_mean",
+            0.001,
+        )
+        assert (cfg.run.steps, cfg.optim.lr, cfg.reward.kind) == {
+            "1": (305, 1e-6, "em"),
+            "2": (1005, 1e-6, "em"),
+            "3": (1005, 5e-7, "format"),
+        }[name[-1]]
         assert cfg.optim.warmup_steps in (int(0.95 * 305), 286)
     else:
-        assert (cfg.rollout.max_turns, cfg.rollout.top_p, loss.aggregation, cfg.optim.lr, cfg.run.steps) == (3, 1.0, "sequence_mean", 1e-6, 1005)
+        assert (cfg.rollout.max_turns, cfg.rollout.top_p, loss.aggregation, cfg.optim.lr, cfg.run.steps) == (
+            3,
+            1.0,
+            "sequence_mean",
+            1e-6,
+            1005,
+        )
 
 
 def test_the_defaults_are_the_papers():
     cfg = config.load(str(ROOT / "configs" / "3b.yaml"))
     rollout, loss, optim = cfg.rollout, cfg.loss, cfg.optim
-    assert (rollout.num_questions, rollout.group_size, rollout.max_turns, cfg.eval.max_turns) == (512, 5, 3, 4)
-    assert (rollout.max_episode_tokens, rollout.max_new_tokens, rollout.max_observation_tokens, rollout.temperature, rollout.top_p) == (4096, 500, 500, 1.0, 1.0)
-    assert rollout.num_questions * rollout.group_size / optim.updates_per_rollout == 256  # trajectories a mini-batch
-    assert (optim.lr, optim.warmup_steps, optim.betas, optim.weight_decay, optim.max_grad_norm) == (1e-6, int(0.285 * 1005), (0.9, 0.999), 0.01, 1.0)
-    assert (loss.lld_weight, loss.lld_gate, loss.kl_weight, loss.clip_low, loss.clip_high, loss.lld_normalizer) == (0.2, "action", 0.001, 0.2, 0.2, "preserved")
+    assert (rollout.num_questions, rollout.group_size, rollout.max_turns, cfg.eval.max_turns) == (
+        512,
+        5,
+        3,
+        4,
+    )
+    assert (
+        rollout.max_episode_tokens,
+        rollout.max_new_tokens,
+        rollout.max_observation_tokens,
+        rollout.temperature,
+        rollout.top_p,
+    ) == (4096, 500, 500, 1.0, 1.0)
+    # Trajectories a mini-batch
+    assert rollout.num_questions * rollout.group_size / optim.updates_per_rollout == 256
+    assert (optim.lr, optim.warmup_steps, optim.betas, optim.weight_decay, optim.max_grad_norm) == (
+        1e-6,
+        int(0.285 * 1005),
+        (0.9, 0.999),
+        0.01,
+        1.0,
+    )
+    assert (
+        loss.lld_weight,
+        loss.lld_gate,
+        loss.kl_weight,
+        loss.clip_low,
+        loss.clip_high,
+        loss.lld_normalizer,
+    ) == (0.2, "action", 0.001, 0.2, 0.2, "preserved")
     assert config.load(str(ROOT / "configs" / "7b-instruct.yaml")).loss.lld_weight == 0.3
     first = config.load(str(ROOT / "configs" / "3b-instruct-v1.yaml")).loss
-    assert (first.lld_gate, first.lld_weight, first.lld_answer_weight) == ("response", 0.1, 1.0)  # beta 1: the first script masks no answers
+    # Beta 1: the first script masks no answers
+    assert (first.lld_gate, first.lld_weight, first.lld_answer_weight) == ("response", 0.1, 1.0)
     official = config.load(str(ROOT / "configs" / "3b-instruct-code.yaml"))
-    assert (official.loss.aggregation, official.loss.lld_normalizer, official.loss.entropy_weight, official.rollout.top_p) == ("token_mean", "all", 0.001, 0.95)
+    assert (
+        official.loss.aggregation,
+        official.loss.lld_normalizer,
+        official.loss.entropy_weight,
+        official.rollout.top_p,
+    ) == ("token_mean", "all", 0.001, 0.95)
 
 
 @pytest.mark.parametrize(
@@ -88,12 +151,34 @@ def test_the_defaults_are_the_papers():
         ({"rollout": {"group_size": True}}, "rollout.group_size = True: must be int, not bool"),
         ({"rollout": {"overlap_search": "no"}}, "rollout.overlap_search = 'no': must be bool, not str"),
         ({"run": {"trackers": "wandb"}}, "run.trackers = 'wandb': must be tuple[str, ...], not str"),
-        ({"loss": {"lld_gate": "turn"}}, "loss.lld_gate = 'turn': must be one of 'token', 'response', 'action'"),
-        ({"optim": {"updates_per_rollout": 7}}, "2560 episodes do not divide into optim.updates_per_rollout = 7 equal mini-batches"),
-        ({"optim": {"updates_per_rollout": 1}}, "cannot act: at the only update the policy still is the old policy"),
-        ({"optim": {"updates_per_rollout": 1}, "loss": {"lld_weight": 0.0}, "monitor": {"stop_in_phase": 2, "rescore_every": 0}}, "would never act: displacement is then seen only where a rollout is re-scored"),
-        ({"loss": {"lld_weight": 0.0, "lld_lag_steps": 2}}, "loss.lld_lag_steps = 2 does nothing with loss.lld_weight = 0"),
-        ({"loss": {"lld_weight": 0.0, "lld_tolerance": 0.01}}, "loss.lld_tolerance = 0.01 does nothing with loss.lld_weight = 0"),
+        (
+            {"loss": {"lld_gate": "turn"}},
+            "loss.lld_gate = 'turn': must be one of 'token', 'response', 'action'",
+        ),
+        (
+            {"optim": {"updates_per_rollout": 7}},
+            "2560 episodes do not divide into optim.updates_per_rollout = 7 equal mini-batches",
+        ),
+        (
+            {"optim": {"updates_per_rollout": 1}},
+            "cannot act: at the only update the policy still is the old policy",
+        ),
+        (
+            {
+                "optim": {"updates_per_rollout": 1},
+                "loss": {"lld_weight": 0.0},
+                "monitor": {"stop_in_phase": 2, "rescore_every": 0},
+            },
+            "would never act: displacement is then seen only where a rollout is re-scored",
+        ),
+        (
+            {"loss": {"lld_weight": 0.0, "lld_lag_steps": 2}},
+            "loss.lld_lag_steps = 2 does nothing with loss.lld_weight = 0",
+        ),
+        (
+            {"loss": {"lld_weight": 0.0, "lld_tolerance": 0.01}},
+            "loss.lld_tolerance = 0.01 does nothing with loss.lld_weight = 0",
+        ),
         ({"loss": {"lld_tolerance": -0.01}}, "loss.lld_tolerance = -0.01: must not be negative"),
         ({"loss": {"old_logprobs": "sampler"}, "rollout": {"top_p": 0.9}}, "use 'trainer' or top_p 1.0"),
         ({"rollout": {"temperature": 0}}, "greedy episodes of a group are all alike"),
@@ -101,19 +186,50 @@ def test_the_defaults_are_the_papers():
         ({"rollout": {"top_p": 0.0}}, "rollout.top_p = 0.0: must be in (0, 1]"),
         ({"rollout": {"max_episode_tokens": 2048}}, "must exceed rollout.max_prompt_tokens"),
         ({"optim": {"lr": -1}}, "optim.lr = -1.0: must be greater than 0"),
-        ({"optim": {"micro_batch_tokens": 0}}, "optim.micro_batch_tokens = 0: must hold the longest episode, rollout.max_episode_tokens = 4096"),
-        ({"optim": {"micro_batch_tokens": 4095}}, "must hold the longest episode, rollout.max_episode_tokens = 4096; null counts rows instead"),
-        ({"optim": {"micro_batch_tokens": "many"}}, "optim.micro_batch_tokens = 'many': must be int, not str"),
-        ({"optim": {"micro_batch_tokens": 8192, "micro_batch_size": 4}}, "optim.micro_batch_size = 4 does nothing with optim.micro_batch_tokens = 8192"),
+        (
+            {"optim": {"micro_batch_tokens": 0}},
+            "optim.micro_batch_tokens = 0: must hold the longest episode, rollout.max_episode_tokens = 4096",
+        ),
+        (
+            {"optim": {"micro_batch_tokens": 4095}},
+            "must hold the longest episode, rollout.max_episode_tokens = 4096; null counts rows instead",
+        ),
+        (
+            {"optim": {"micro_batch_tokens": "many"}},
+            "optim.micro_batch_tokens = 'many': must be int, not str",
+        ),
+        (
+            {"optim": {"micro_batch_tokens": 8192, "micro_batch_size": 4}},
+            "optim.micro_batch_size = 4 does nothing with optim.micro_batch_tokens = 8192",
+        ),
         ({"optim": {"betas": [0.9, 1.0]}}, "must be two numbers in [0, 1)"),
-        ({"eval": {"during_training": ["hotpot"]}}, "eval.during_training names 'hotpot': did you mean 'hotpotqa'?"),
+        (
+            {"eval": {"during_training": ["hotpot"]}},
+            "eval.during_training names 'hotpot': did you mean 'hotpotqa'?",
+        ),
         ({"retriever": {"url": None}}, "needs retriever.corpus"),
         ({"loss": {"lld_answer_weight": 1.5}}, "beta lies in [0, 1]"),
-        ({"loss": {"lld_answer_weight": 0.5, "lld_weight": 0.0}}, "loss.lld_answer_weight = 0.5 does nothing with loss.lld_weight = 0"),
-        ({"loss": {"lld_answer_schedule": "paper", "lld_answer_weight": 0.5}}, "loss.lld_answer_weight = 0.5 does nothing with loss.lld_answer_schedule = 'paper', which reads lld_answer_searches"),
-        ({"loss": {"lld_answer_searches": 3.0}}, "loss.lld_answer_searches = 3.0 does nothing with loss.lld_answer_schedule = 'constant'"),
-        ({"reward": {"final_format_score": 0.3}}, "reward.final_format_score = 0.3 does nothing with reward.kind = 'em'"),
-        ({"tinyworld": {"num_people": 50}}, "tinyworld.num_people = 50 does nothing with tinyworld.dir = null"),
+        (
+            {"loss": {"lld_answer_weight": 0.5, "lld_weight": 0.0}},
+            "loss.lld_answer_weight = 0.5 does nothing with loss.lld_weight = 0",
+        ),
+        (
+            {"loss": {"lld_answer_schedule": "paper", "lld_answer_weight": 0.5}},
+            "loss.lld_answer_weight = 0.5 does nothing with loss.lld_answer_schedule = 'paper', which "
+            "reads lld_answer_searches",
+        ),
+        (
+            {"loss": {"lld_answer_searches": 3.0}},
+            "loss.lld_answer_searches = 3.0 does nothing with loss.lld_answer_schedule = 'constant'",
+        ),
+        (
+            {"reward": {"final_format_score": 0.3}},
+            "reward.final_format_score = 0.3 does nothing with reward.kind = 'em'",
+        ),
+        (
+            {"tinyworld": {"num_people": 50}},
+            "tinyworld.num_people = 50 does nothing with tinyworld.dir = null",
+        ),
     ],
 )
 def test_bad_options_are_named(tree, message):
@@ -129,9 +245,16 @@ def test_one_update_per_rollout_can_act_against_a_lagged_snapshot_or_without_lld
 def test_overrides_beat_the_file_and_bad_ones_are_named(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("loss: {lld_weight: 0.3}\n")
-    cfg = config.load(str(path), ["loss.lld_weight=0.1", "optim.lr=1e-5", "eval.benchmarks.nq=here.jsonl", "retriever.corpus=null"])
+    cfg = config.load(
+        str(path),
+        ["loss.lld_weight=0.1", "optim.lr=1e-5", "eval.benchmarks.nq=here.jsonl", "retriever.corpus=null"],
+    )
     assert (cfg.loss.lld_weight, cfg.optim.lr, cfg.eval.benchmarks["nq"]) == (0.1, 1e-5, "here.jsonl")
-    for bad, message in {"loss.lld_weight.x=1": "loss.lld_weight holds no options", "run.dir=[": "is not a YAML value", "optim.lr=.inf": "must be a finite number"}.items():
+    for bad, message in {
+        "loss.lld_weight.x=1": "loss.lld_weight holds no options",
+        "run.dir=[": "is not a YAML value",
+        "optim.lr=.inf": "must be a finite number",
+    }.items():
         with pytest.raises(ValueError, match=message):
             config.load(str(path), [bad])
     for bad in ("loss", "nonsense=1", "loss.=1"):
@@ -154,7 +277,11 @@ def test_saved_options_load_again(tmp_path):
 
 
 def test_every_option_is_read_somewhere():
-    code = "\n".join(path.read_text() for path in [*(ROOT / "lld").rglob("*.py"), *ROOT.glob("*.py")] if path.name != "config.py")
+    code = "\n".join(
+        path.read_text()
+        for path in [*(ROOT / "lld").rglob("*.py"), *ROOT.glob("*.py")]
+        if path.name != "config.py"
+    )
     for section in dataclasses.fields(config.Config):
         for option in dataclasses.fields(section.type):
             assert re.search(rf"\.{option.name}\b", code), f"{section.name}.{option.name} is read nowhere"
@@ -164,7 +291,9 @@ def save_tokenizer(tokenizer, folder: Path, **changes):
     from transformers import PreTrainedTokenizerFast
 
     special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"} | changes
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **{k: v for k, v in special.items() if v}).save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, **{k: v for k, v in special.items() if v}
+    ).save_pretrained(folder)
     return config.Model(path=str(folder))
 
 

@@ -12,10 +12,24 @@ from lld.retrieval import open_retriever
 
 @pytest.fixture
 def options(tmp_path):
-    passages = [f'"Page {i}"\nThe tower number {i} was built by builder{i}.' for i in range(40)] + ['"Other"\nbuilder7 is a name.']
-    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"id": f"p{i}", "contents": text}) + "\n" for i, text in enumerate(passages)))
-    (tmp_path / "q.jsonl").write_text("".join(json.dumps({"id": f"q{i}", "question": f"Who built tower number {i}?", "golden_answers": [f"Builder{i}"]}) + "\n" for i in (3, 7)))
-    return lambda backend, **more: Retriever(url=None, corpus=str(tmp_path / "c.jsonl"), backend=backend, **more)
+    passages = [f'"Page {i}"\nThe tower number {i} was built by builder{i}.' for i in range(40)] + [
+        '"Other"\nbuilder7 is a name.'
+    ]
+    (tmp_path / "c.jsonl").write_text(
+        "".join(json.dumps({"id": f"p{i}", "contents": text}) + "\n" for i, text in enumerate(passages))
+    )
+    (tmp_path / "q.jsonl").write_text(
+        "".join(
+            json.dumps(
+                {"id": f"q{i}", "question": f"Who built tower number {i}?", "golden_answers": [f"Builder{i}"]}
+            )
+            + "\n"
+            for i in (3, 7)
+        )
+    )
+    return lambda backend, **more: Retriever(
+        url=None, corpus=str(tmp_path / "c.jsonl"), backend=backend, **more
+    )
 
 
 def test_random_passages_are_the_querys_own_and_spread_over_the_corpus(options):
@@ -52,10 +66,29 @@ def test_controls_have_fingerprints_of_their_own(options):
 
 
 def test_backend_options_that_nothing_reads_are_refused():
-    for section, message in [({"backend": "faiss", "dtype": "int8"}, "dtype = 'int8' does nothing with retriever.backend = 'faiss'"), ({"backend": "torch", "rerank": 5}, "rerank = 5 does nothing"), ({"backend": "bm25", "faiss_params": "nprobe=1"}, "does nothing"), ({"max_memory_gb": 0}, "must be greater than 0"), ({"url": None, "corpus": "x", "replicas": ["http://x"]}, "replicas = .* does nothing with retriever.url = null"), ({"deadline_s": 0}, "must be greater"), ({"url": None, "corpus": "x", "backend": "bm25", "empty_results": "show"}, "empty_results = 'show' does nothing with retriever.backend = 'bm25'")]:
+    for section, message in [
+        (
+            {"backend": "faiss", "dtype": "int8"},
+            "dtype = 'int8' does nothing with retriever.backend = 'faiss'",
+        ),
+        ({"backend": "torch", "rerank": 5}, "rerank = 5 does nothing"),
+        ({"backend": "bm25", "faiss_params": "nprobe=1"}, "does nothing"),
+        ({"max_memory_gb": 0}, "must be greater than 0"),
+        (
+            {"url": None, "corpus": "x", "replicas": ["http://x"]},
+            "replicas = .* does nothing with retriever.url = null",
+        ),
+        ({"deadline_s": 0}, "must be greater"),
+        (
+            {"url": None, "corpus": "x", "backend": "bm25", "empty_results": "show"},
+            "empty_results = 'show' does nothing with retriever.backend = 'bm25'",
+        ),
+    ]:
         with pytest.raises(ValueError, match=message):
             from_dict({"retriever": section})
-    with pytest.raises(ValueError, match="may leave 5 episodes of a step, fewer than optim.updates_per_rollout = 10"):
+    with pytest.raises(
+        ValueError, match="may leave 5 episodes of a step, fewer than optim.updates_per_rollout = 10"
+    ):
         from_dict({"rollout": {"num_questions": 2, "max_failed_groups": 0.5}})
     with pytest.raises(ValueError, match=r"max_failed_groups = 1.0: must be in \[0, 1\)"):
         from_dict({"rollout": {"max_failed_groups": 1.0}})

@@ -125,7 +125,8 @@ def test_a_decode_step_waits_for_the_device_once(quick):
 
 @counted
 def test_shapes_of_attention_do_not_follow_the_rows_lengths(quick):
-    """12 steps have one, also where cuDNN, which builds a plan for each, is not asked; the cache stays where it is."""
+    """12 steps have one, also where cuDNN, which builds a plan for each, is not asked; the cache stays where
+    it is."""
     found = result(quick, "steps")
     assert (
         found["decode 2"]["shapes"] == 1

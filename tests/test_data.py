@@ -1,4 +1,5 @@
-"""Questions: every file form gives the same questions, every defect is named with its place, and a step's draw is a pure function."""
+"""Questions: every file form gives the same questions, every defect is named with its place, and a step's
+draw is a pure function."""
 
 import json
 from pathlib import Path
@@ -17,7 +18,11 @@ QA = Path(__file__).resolve().parents[2] / "shared" / "data" / "qa"
 
 def write_jsonl(path, *rows):
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows) + "\n", encoding="utf-8")
+    path.write_text(
+        "\n".join(row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows)
+        + "\n",
+        encoding="utf-8",
+    )
     return str(path)
 
 
@@ -45,9 +50,16 @@ def write_parquet(path, *rows):
 
 
 def test_flashrag_jsonl_with_a_metadata_title_and_its_stem_as_source(tmp_path):
-    where = write_jsonl(tmp_path / "nq.jsonl", flashrag(metadata={"supporting_titles": ["Emma (novel)", "Jane Austen"]}), "", flashrag("test_1"))
+    where = write_jsonl(
+        tmp_path / "nq.jsonl",
+        flashrag(metadata={"supporting_titles": ["Emma (novel)", "Jane Austen"]}),
+        "",
+        flashrag("test_1"),
+    )
     first, second = load_questions(where)
-    assert first == Question("nq/test_0", "who wrote Emma", ("Jane Austen",), "nq", ("Emma (novel)", "Jane Austen"))
+    assert first == Question(
+        "nq/test_0", "who wrote Emma", ("Jane Austen",), "nq", ("Emma (novel)", "Jane Austen")
+    )
     assert second == Question("nq/test_1", "who wrote Emma", ("Jane Austen",), "nq")
 
 
@@ -55,7 +67,8 @@ def test_source_is_the_rows_own_then_the_callers_then_the_files(tmp_path):
     where = write_jsonl(tmp_path / "qa.jsonl", flashrag("0", data_source="popqa"), flashrag("1"))
     assert [q.id for q in load_questions(where)] == ["popqa/0", "qa/1"]
     assert [q.id for q in load_questions(where, source="mine")] == ["popqa/0", "mine/1"]
-    assert load_questions(write_jsonl(tmp_path / "musique" / "dev.jsonl", flashrag()))[0].source == "musique"  # a split is no source
+    # A split is no source
+    assert load_questions(write_jsonl(tmp_path / "musique" / "dev.jsonl", flashrag()))[0].source == "musique"
 
 
 def test_search_r1_parquet_gives_back_the_question_without_its_prompt(tmp_path):
@@ -66,19 +79,25 @@ def test_search_r1_parquet_gives_back_the_question_without_its_prompt(tmp_path):
         search_r1("nq", 1, tricky + "?", ["nobody"]),
     )
     first, second = load_questions(where)
-    assert first == Question("nq/train_0", "who wrote Emma?", ("Jane Austen", "Austen"), "nq")  # the script added the '?'
+    # The script added the '?'
+    assert first == Question("nq/train_0", "who wrote Emma?", ("Jane Austen", "Austen"), "nq")
     assert second.text == tricky + "?"
-    assert question_prompt(first.text) == question_prompt("who wrote Emma")  # the model reads the same prompt either way
+    # The model reads the same prompt either way
+    assert question_prompt(first.text) == question_prompt("who wrote Emma")
 
 
 def test_the_same_index_in_two_sources_gives_two_ids(tmp_path):
-    where = write_parquet(tmp_path / "train.parquet", search_r1("nq", 7, "a", ["x"]), search_r1("hotpotqa", 7, "b", ["y"]))
+    where = write_parquet(
+        tmp_path / "train.parquet", search_r1("nq", 7, "a", ["x"]), search_r1("hotpotqa", 7, "b", ["y"])
+    )
     assert [q.id for q in load_questions(where)] == ["nq/train_7", "hotpotqa/train_7"]
 
 
 def test_the_hubs_own_columns_win_over_prompt_and_ground_truth(tmp_path):
     row = search_r1("nq", 0, "x", ["y"]) | flashrag("train_0", "who wrote Emma?", ["Jane Austen"])
-    assert load_questions(write_parquet(tmp_path / "t.parquet", row)) == [Question("nq/train_0", "who wrote Emma?", ("Jane Austen",), "nq")]
+    assert load_questions(write_parquet(tmp_path / "t.parquet", row)) == [
+        Question("nq/train_0", "who wrote Emma?", ("Jane Austen",), "nq")
+    ]
 
 
 def test_parquet_longer_than_one_read_keeps_order_and_row_numbers(tmp_path):
@@ -96,7 +115,11 @@ def test_line_separator_inside_a_json_string_is_no_line_end(tmp_path):
 
 
 def test_blank_golden_answers_are_dropped_and_numbers_and_a_single_string_accepted(tmp_path):
-    where = write_jsonl(tmp_path / "nq.jsonl", flashrag("0", golden_answers=["", " ", 1815]), {**flashrag("1"), "golden_answers": "Emma"})
+    where = write_jsonl(
+        tmp_path / "nq.jsonl",
+        flashrag("0", golden_answers=["", " ", 1815]),
+        {**flashrag("1"), "golden_answers": "Emma"},
+    )
     assert [q.golden_answers for q in load_questions(where)] == [("1815",), ("Emma",)]
 
 
@@ -115,7 +138,10 @@ def test_a_folder_gives_the_file_of_the_split_and_test_falls_back_to_dev_then_tr
 
 
 def test_sources_keeps_only_those_named(tmp_path):
-    where = write_jsonl(tmp_path / "qa.jsonl", *(flashrag(str(i), data_source=s) for i, s in enumerate(["nq", "popqa", "nq", "musique"])))
+    where = write_jsonl(
+        tmp_path / "qa.jsonl",
+        *(flashrag(str(i), data_source=s) for i, s in enumerate(["nq", "popqa", "nq", "musique"])),
+    )
     assert [q.id for q in load_questions(where, sources=("nq", "musique"))] == ["nq/0", "nq/2", "musique/3"]
 
 
@@ -130,34 +156,49 @@ def hub(monkeypatch):
     def load_dataset(repository, config=None):
         calls.append((repository, config))
         if repository == "PeterJinGo/nq_hotpotqa_train":
-            rows = {"train": [search_r1("nq", 0, "a?", ["x"]), search_r1("hotpotqa", 0, "b?", ["y"])], "test": [search_r1("nq", 0, "c?", ["z"], "test")]}
+            rows = {
+                "train": [search_r1("nq", 0, "a?", ["x"]), search_r1("hotpotqa", 0, "b?", ["y"])],
+                "test": [search_r1("nq", 0, "c?", ["z"], "test")],
+            }
         elif (repository, config) == ("RUC-NLPIR/FlashRAG_datasets", "hotpotqa"):
             rows = {"train": [flashrag("train_0")], "dev": [flashrag("dev_0")]}
         else:
             raise FileNotFoundError(f"Dataset '{repository}' doesn't exist on the Hub")
-        return datasets.DatasetDict({split: datasets.Dataset.from_list(items) for split, items in rows.items()})
+        return datasets.DatasetDict(
+            {split: datasets.Dataset.from_list(items) for split, items in rows.items()}
+        )
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     return calls
 
 
 def test_hub_name_without_config(hub):
-    assert [q.id for q in load_questions("PeterJinGo/nq_hotpotqa_train")] == ["nq/train_0", "hotpotqa/train_0"]
+    assert [q.id for q in load_questions("PeterJinGo/nq_hotpotqa_train")] == [
+        "nq/train_0",
+        "hotpotqa/train_0",
+    ]
     assert [q.text for q in load_questions("PeterJinGo/nq_hotpotqa_train", split="test")] == ["c?"]
     assert hub[0] == ("PeterJinGo/nq_hotpotqa_train", None)
 
 
 def test_third_part_of_a_hub_name_is_the_config_and_the_source(hub):
     where = "RUC-NLPIR/FlashRAG_datasets/hotpotqa"
-    assert [q.id for q in load_questions(where, split="test")] == ["hotpotqa/dev_0"]  # no test split: dev, not train
+    # No test split: dev, not train
+    assert [q.id for q in load_questions(where, split="test")] == ["hotpotqa/dev_0"]
     assert [q.id for q in load_questions(where)] == ["hotpotqa/train_0"]
     assert hub[0] == ("RUC-NLPIR/FlashRAG_datasets", "hotpotqa")
 
 
 def test_hub_errors_name_the_set_the_cause_and_the_remedy(hub):
-    with pytest.raises(ValueError, match=r"no file or folder no/such, and the hub does not give it \(Dataset 'no/such' doesn't exist.*: give a \.parquet"):
+    with pytest.raises(
+        ValueError,
+        match=r"no file or folder no/such, and the hub does not give it \(Dataset 'no/such' doesn't "
+        r"exist.*: give a \.parquet",
+    ):
         load_questions("no/such")
-    with pytest.raises(ValueError, match="PeterJinGo/nq_hotpotqa_train has no split 'validation', only test, train"):
+    with pytest.raises(
+        ValueError, match="PeterJinGo/nq_hotpotqa_train has no split 'validation', only test, train"
+    ):
         load_questions("PeterJinGo/nq_hotpotqa_train", split="validation")
 
 
@@ -167,13 +208,17 @@ def test_numpy_arrays_in_rows_are_read_as_lists(monkeypatch):
     row["prompt"] = numpy.array(row["prompt"], dtype=object)
     row["metadata"] = {"supporting_titles": numpy.array(["Emma"], dtype=object)}
     monkeypatch.setattr(datasets, "load_dataset", lambda repository, config=None: {"train": [row]})
-    assert load_questions("some/set") == [Question("nq/train_0", "who wrote Emma?", ("Jane Austen",), "nq", ("Emma",))]
+    assert load_questions("some/set") == [
+        Question("nq/train_0", "who wrote Emma?", ("Jane Austen",), "nq", ("Emma",))
+    ]
 
 
 # ---- errors
 
 
-@pytest.mark.parametrize("where", ["nowhere/questions.jsonl", "./folder", "/no/such/folder", "train.parquet", "a/b/c/d"])
+@pytest.mark.parametrize(
+    "where", ["nowhere/questions.jsonl", "./folder", "/no/such/folder", "train.parquet", "a/b/c/d"]
+)
 def test_a_missing_file_is_not_looked_for_on_the_hub(where, hub):
     with pytest.raises(ValueError, match=f"no file or folder {where}: give a .parquet"):
         load_questions(where)
@@ -189,19 +234,52 @@ def test_a_missing_file_is_not_looked_for_on_the_hub(where, hub):
         ({"question": "q", "golden_answers": ["a"]}, r"nq\.jsonl line 2: missing field 'id'"),
         ({"id": "1", "golden_answers": ["a"]}, r"nq\.jsonl line 2: missing field 'question'"),
         ({"id": "1", "question": "q"}, r"nq\.jsonl line 2: missing field 'golden_answers'"),
-        ({"question": "q"}, r'missing field .*; a row is such as {"id": "1", "question": "Who wrote Emma\?", "golden_answers": \["Jane Austen"\]}'),
-        ({"id": "1"}, r'missing field .*; a row is such as {"id": "1", "question": "Who wrote Emma\?", "golden_answers"'),
+        (
+            {"question": "q"},
+            r'missing field .*; a row is such as {"id": "1", "question": "Who wrote Emma\?", '
+            r'"golden_answers": \["Jane Austen"\]}',
+        ),
+        (
+            {"id": "1"},
+            r'missing field .*; a row is such as {"id": "1", "question": "Who wrote Emma\?", '
+            r'"golden_answers"',
+        ),
         (flashrag(True), r"nq\.jsonl line 2: id = True must be a string or a number"),
-        ('{"id": "\\ud800", "question": "q", "golden_answers": ["a"]}', r"nq\.jsonl line 2: id .* hold half a character"),
-        ('{"id": "1", "question": "q", "golden_answers": ["\\udfff"]}', r"nq\.jsonl line 2: .*golden_answers .* hold half a character"),
+        (
+            '{"id": "\\ud800", "question": "q", "golden_answers": ["a"]}',
+            r"nq\.jsonl line 2: id .* hold half a character",
+        ),
+        (
+            '{"id": "1", "question": "q", "golden_answers": ["\\udfff"]}',
+            r"nq\.jsonl line 2: .*golden_answers .* hold half a character",
+        ),
         (flashrag("1", question="  "), r"nq\.jsonl line 2: question = '  ' is empty: remove the row"),
         (flashrag("1", question=7), r"nq\.jsonl line 2: question = 7 is empty"),
-        (flashrag("1", golden_answers=[]), r"nq\.jsonl line 2: golden_answers = \[\] of 'who wrote Emma' are empty: .* remove the row"),
-        (flashrag("1", golden_answers=["", "  "]), r"nq\.jsonl line 2: golden_answers = \['', '  '\] of 'who wrote Emma' are empty"),
-        ({**flashrag("1"), "golden_answers": {"a": 1}}, r"nq\.jsonl line 2: golden_answers = \{'a': 1\}: must be a list of strings"),
-        (flashrag("1", metadata={"supporting_titles": 3}), r"nq\.jsonl line 2: metadata.supporting_titles = 3: must be a list of strings"),
-        (flashrag("test_0"), r"nq\.jsonl line 2: id 'nq/test_0' is already that of .*nq\.jsonl line 1: ids must be unique within a source"),
-        ({"id": "1", "prompt": [{"role": "user", "content": "hm"}], "golden_answers": ["a"]}, r"line 2: the prompt 'hm' has no 'Question: '"),
+        (
+            flashrag("1", golden_answers=[]),
+            r"nq\.jsonl line 2: golden_answers = \[\] of 'who wrote Emma' are empty: .* remove the row",
+        ),
+        (
+            flashrag("1", golden_answers=["", "  "]),
+            r"nq\.jsonl line 2: golden_answers = \['', '  '\] of 'who wrote Emma' are empty",
+        ),
+        (
+            {**flashrag("1"), "golden_answers": {"a": 1}},
+            r"nq\.jsonl line 2: golden_answers = \{'a': 1\}: must be a list of strings",
+        ),
+        (
+            flashrag("1", metadata={"supporting_titles": 3}),
+            r"nq\.jsonl line 2: metadata.supporting_titles = 3: must be a list of strings",
+        ),
+        (
+            flashrag("test_0"),
+            r"nq\.jsonl line 2: id 'nq/test_0' is already that of .*nq\.jsonl line 1: ids must be unique "
+            r"within a source",
+        ),
+        (
+            {"id": "1", "prompt": [{"role": "user", "content": "hm"}], "golden_answers": ["a"]},
+            r"line 2: the prompt 'hm' has no 'Question: '",
+        ),
     ],
 )
 def test_a_defective_line_is_named_with_its_file_number_and_remedy(tmp_path, row, message):
@@ -226,9 +304,13 @@ def test_an_empty_file_another_suffix_broken_parquet_and_wrong_encoding_are_refu
 
 
 def test_a_source_without_rows_is_refused_even_beside_one_that_has_some(tmp_path):
-    where = write_jsonl(tmp_path / "qa.jsonl", flashrag("0", data_source="nq"), flashrag("1", data_source="hotpotqa"))
+    where = write_jsonl(
+        tmp_path / "qa.jsonl", flashrag("0", data_source="nq"), flashrag("1", data_source="hotpotqa")
+    )
     for sources in (("squad",), ("nq", "squad")):
-        with pytest.raises(ValueError, match=r"qa\.jsonl has no rows of source 'squad': its sources are hotpotqa, nq"):
+        with pytest.raises(
+            ValueError, match=r"qa\.jsonl has no rows of source 'squad': its sources are hotpotqa, nq"
+        ):
             load_questions(where, sources=sources)
 
 
@@ -238,7 +320,11 @@ TEN = [Question(f"s/{i}", f"q{i}", ("a",), "s") for i in range(10)]
 
 
 def stream(num_items, num_questions, seed=0, questions=TEN):
-    return [q for step in range(num_items // num_questions) for q in questions_of_step(questions, step, num_questions, seed)]
+    return [
+        q
+        for step in range(num_items // num_questions)
+        for q in questions_of_step(questions, step, num_questions, seed)
+    ]
 
 
 def test_a_step_is_a_pure_function_of_seed_and_step():
@@ -260,7 +346,8 @@ def test_the_stream_does_not_depend_on_how_many_questions_a_step_takes():
 
 
 def test_seeds_give_different_streams_and_a_seed_is_not_a_later_epoch_of_another():
-    """torch's CPU generator drops all but 32 bits of a seed, so (seed << 32) + epoch would make all seeds alike."""
+    """torch's CPU generator drops all but 32 bits of a seed, so (seed << 32) + epoch would make all seeds
+    alike."""
     streams = [[q.id for q in stream(10, 10, seed)] for seed in range(5)]
     assert len(set(map(tuple, streams))) == 5
     second_epochs = [[q.id for q in stream(20, 10, seed)[10:]] for seed in range(5)]
@@ -276,13 +363,31 @@ real = pytest.mark.skipif(not QA.is_dir(), reason="real questions are not here")
 def test_the_real_training_file():
     questions = load_questions(str(QA / "train.jsonl"))
     assert len(questions) == 2500 and len({q.id for q in questions}) == 2500
-    assert sum(q.source == "nq" for q in questions) == 1800 and sum(q.source == "hotpotqa" for q in questions) == 700
-    assert load_questions(str(QA), split="train", sources=("hotpotqa",)) == [q for q in questions if q.source == "hotpotqa"]
-    assert questions[0] == Question("nq/train_nq_0", "What are the neighboring countries of dominican republic?", ("Haiti",), "nq")
+    assert (
+        sum(q.source == "nq" for q in questions) == 1800
+        and sum(q.source == "hotpotqa" for q in questions) == 700
+    )
+    assert load_questions(str(QA), split="train", sources=("hotpotqa",)) == [
+        q for q in questions if q.source == "hotpotqa"
+    ]
+    assert questions[0] == Question(
+        "nq/train_nq_0", "What are the neighboring countries of dominican republic?", ("Haiti",), "nq"
+    )
 
 
 @real
-@pytest.mark.parametrize("name, count", [("nq", 500), ("triviaqa", 500), ("popqa", 500), ("hotpotqa", 500), ("2wiki", 500), ("musique", 500), ("bamboogle", 125)])
+@pytest.mark.parametrize(
+    "name, count",
+    [
+        ("nq", 500),
+        ("triviaqa", 500),
+        ("popqa", 500),
+        ("hotpotqa", 500),
+        ("2wiki", 500),
+        ("musique", 500),
+        ("bamboogle", 125),
+    ],
+)
 def test_the_real_benchmarks(name, count):
     questions = load_questions(str(QA / f"{name}.jsonl"), split="test")
     assert len(questions) == count and {q.source for q in questions} == {name}
@@ -292,10 +397,20 @@ def test_the_real_benchmarks(name, count):
 def test_the_real_data_benchmark_says_what_its_data_folder_must_hold(tmp_path):
     from bench.real_data import find_data, first_rows
 
-    for missing, path in (("a corpus", "corpus.jsonl"), ("qa/train.jsonl", "qa/train.jsonl"), ("any benchmark", "qa/nq.jsonl")):
-        with pytest.raises(ValueError, match=f"--data .* lacks {missing}. It must hold corpus.jsonl or .*qa/nq.jsonl, qa/triviaqa.jsonl"):
+    for missing, path in (
+        ("a corpus", "corpus.jsonl"),
+        ("qa/train.jsonl", "qa/train.jsonl"),
+        ("any benchmark", "qa/nq.jsonl"),
+    ):
+        with pytest.raises(
+            ValueError,
+            match=f"--data .* lacks {missing}. It must hold corpus.jsonl or .*qa/nq.jsonl, qa/triviaqa.jsonl",
+        ):
             find_data(tmp_path)
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text("1\n2\n3\n")
-    assert find_data(tmp_path) == (tmp_path / "corpus.jsonl", {name: tmp_path / "qa" / f"{name}.jsonl" for name in ("train", "nq")})
+    assert find_data(tmp_path) == (
+        tmp_path / "corpus.jsonl",
+        {name: tmp_path / "qa" / f"{name}.jsonl" for name in ("train", "nq")},
+    )
     assert first_rows(tmp_path / "qa" / "nq.jsonl", 2, tmp_path / "few").read_text() == "1\n2\n"

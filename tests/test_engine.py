@@ -15,12 +15,15 @@ from lld.sampling import sample_tokens
 
 
 def new_engine(lm, tokenizer, **options):
-    defaults = dict(num_slots=8, temperature=1.0, top_p=1.0, stop_strings=STOP_STRINGS, eos_ids=(tokenizer.eos_token_id,))
+    defaults = dict(
+        num_slots=8, temperature=1.0, top_p=1.0, stop_strings=STOP_STRINGS, eos_ids=(tokenizer.eos_token_id,)
+    )
     return Engine(lm, tokenizer, **(defaults | options))
 
 
 def run(engine, turns: int = 1, observation=(5, 6, 7), max_new_tokens: int = 20, parked_steps: int = 0):
-    """Lets every sequence speak `turns` times with an observation between; returns all tokens, log-probabilities and masks by key.
+    """Lets every sequence speak `turns` times with an observation between; returns all tokens,
+    log-probabilities and masks by key.
 
     An observation comes `parked_steps` steps after it was asked for, as from a slow search.
     """
@@ -58,9 +61,16 @@ def test_greedy_turns_equal_reprefill_with_generate(lm, tokenizer, monkeypatch):
     for key, prompt in enumerate(PROMPTS):
         context = list(prompt)
         for turn in range(3):
-            generated = lm.generate(torch.tensor([context]), max_new_tokens=15, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=0)[0].tolist()
+            generated = lm.generate(
+                torch.tensor([context]),
+                max_new_tokens=15,
+                do_sample=False,
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=0,
+            )[0].tolist()
             spoken = generated[len(context) :]
-            for end in range(1, len(spoken) + 1):  # generate knows no stop strings: cut where one first appears
+            # Generate knows no stop strings: cut where one first appears
+            for end in range(1, len(spoken) + 1):
                 if any(stop in tokenizer.decode(spoken[:end]) for stop in STOP_STRINGS):
                     spoken = spoken[:end]
                     break
@@ -81,13 +91,16 @@ def test_recorded_logprobs_are_the_trainers(lm, tokenizer):
         scored[0, len(PROMPTS[key]) :] = torch.tensor([p is not None for p in recorded])
         with torch.no_grad():
             trainer, _ = Policy(lm)(row, scored, temperature=0.7)
-        gap = max(abs(p - t) for p, t in zip(recorded, trainer[0, len(PROMPTS[key]) :].tolist()) if p is not None)
+        gap = max(
+            abs(p - t) for p, t in zip(recorded, trainer[0, len(PROMPTS[key]) :].tolist()) if p is not None
+        )
         assert gap < 1e-4
 
 
 def test_a_seed_gives_the_same_tokens_whatever_the_slots(lm, tokenizer, monkeypatch):
     outcomes = []
-    for num_slots, pass_tokens in ((2, 16384), (5, 40), (32, 80)):  # rows that find no room in a pass are read in the next
+    # Rows that find no room in a pass are read in the next
+    for num_slots, pass_tokens in ((2, 16384), (5, 40), (32, 80)):
         monkeypatch.setattr("lld.engine.PASS_TOKENS", pass_tokens)
         engine = new_engine(lm, tokenizer, num_slots=num_slots)
         for key, prompt in enumerate(PROMPTS):
@@ -101,10 +114,26 @@ def test_a_seed_gives_the_same_tokens_whatever_the_slots(lm, tokenizer, monkeypa
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
 def test_a_decoder_run_layer_by_layer_is_transformers_own(kind, tokenizer):
-    """Direct passes skip most of the last layer and use other operations: same tokens, log-probabilities to rounding."""
+    """Direct passes skip most of the last layer and use other operations: same tokens, log-probabilities to
+    rounding."""
     torch.manual_seed(0)
-    options = dict(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=24)
-    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    options = dict(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=24,
+    )
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
     config = getattr(transformers, f"{kind}Config")(**options, rope_parameters=rope)
     lm = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():  # as made, norms and biases are ones and zeros, and a model without them would pass
@@ -121,13 +150,25 @@ def test_a_decoder_run_layer_by_layer_is_transformers_own(kind, tokenizer):
             engine.add(key, prompt, [10 * key + s for s in range(3)], 12)
         outcomes.append(run(engine, turns=2, max_new_tokens=12))
     assert outcomes[0][0] == outcomes[1][0]
-    gaps = [abs(a - b) for key, kept in outcomes[0][1].items() for a, b in zip(kept, outcomes[1][1][key]) if a is not None]
+    gaps = [
+        abs(a - b)
+        for key, kept in outcomes[0][1].items()
+        for a, b in zip(kept, outcomes[1][1][key])
+        if a is not None
+    ]
     assert len(gaps) > 200 and max(gaps) < 1e-4
 
 
 def test_other_decoders_go_through_their_own_forward(tokenizer):
     torch.manual_seed(0)
-    options = dict(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    options = dict(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
     lm = transformers.MistralForCausalLM(transformers.MistralConfig(**options, sliding_window=None)).eval()
     engine = new_engine(lm, tokenizer, temperature=0, eos_ids=())
     assert not engine.decoder.direct
@@ -135,13 +176,22 @@ def test_other_decoders_go_through_their_own_forward(tokenizer):
     tokens, _, _ = run(engine, turns=2, max_new_tokens=10)
     for cut in (0, 13):  # the first turn, and the second after an observation of three tokens
         context = PROMPTS[1] + tokens[0, 0][:cut]
-        assert lm.generate(torch.tensor([context]), max_new_tokens=10, do_sample=False, pad_token_id=0)[0, len(context) :].tolist() == tokens[0, 0][cut : cut + 10]
+        assert (
+            lm.generate(torch.tensor([context]), max_new_tokens=10, do_sample=False, pad_token_id=0)[
+                0, len(context) :
+            ].tolist()
+            == tokens[0, 0][cut : cut + 10]
+        )
 
 
 def test_a_turn_resumes_where_it_stopped_inside_a_token(tokenizer):
     """A stop string may end inside a token: the token is kept whole and what follows it is read on."""
     token = tokenizer.convert_tokens_to_ids(tokenizer.tokenize("x</search>\n"))
-    stop = [i for i in range(len(tokenizer)) if ">" in tokenizer.decode([i]) and not tokenizer.decode([i]).startswith(">")]
+    stop = [
+        i
+        for i in range(len(tokenizer))
+        if ">" in tokenizer.decode([i]) and not tokenizer.decode([i]).startswith(">")
+    ]
     assert stop, "the tokenizer of this test must have a token that ends a tag without being one"
     lm = make_lm(tokenizer, seed=3)
     engine = new_engine(lm, tokenizer, eos_ids=())
@@ -184,15 +234,21 @@ def test_eos_is_kept_and_the_budget_ends_a_turn(tokenizer):
     tokens, logprobs, reasons = run(engine)
     ends = {key: ids[-1] for key, ids in tokens.items() if reasons[key] == ["eos"]}
     assert ends and all(end in engine.eos_ids for end in ends.values())
-    assert any(r == ["length"] for r in reasons.values()) and all(len(tokens[k]) == 60 for k, r in reasons.items() if r == ["length"])
-    assert all(abs(p + torch.log(torch.tensor(float(len(tokenizer))))) < 1e-5 for ps in logprobs.values() for p in ps)
+    assert any(r == ["length"] for r in reasons.values()) and all(
+        len(tokens[k]) == 60 for k, r in reasons.items() if r == ["length"]
+    )
+    assert all(
+        abs(p + torch.log(torch.tensor(float(len(tokenizer))))) < 1e-5 for ps in logprobs.values() for p in ps
+    )
 
 
 def test_sampling_frequencies_are_the_distribution():
     logits = torch.tensor([[0.0, 1.0, 2.0, -torch.inf, -1.0]])
     uniforms = (torch.arange(20000) + 0.5).div(20000).double()
     for temperature, top_p in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.8)):
-        token, logprob = map(torch.tensor, zip(*sample_tokens(logits.expand(20000, -1), uniforms, temperature, top_p)))
+        token, logprob = map(
+            torch.tensor, zip(*sample_tokens(logits.expand(20000, -1), uniforms, temperature, top_p))
+        )
         wanted = (logits[0] / temperature).softmax(-1)
         if top_p < 1:  # by hand: .644, .237 -> .881 reaches .8 with two tokens
             wanted = torch.tensor([0.0, 0.2689, 0.7311, 0.0, 0.0])
@@ -202,7 +258,8 @@ def test_sampling_frequencies_are_the_distribution():
 
 
 def test_a_long_vocabulary_is_searched_in_blocks():
-    """The same token as a running sum over all, top-p by sorting few or all, log-probabilities of the very distribution."""
+    """The same token as a running sum over all, top-p by sorting few or all, log-probabilities of the very
+    distribution."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(200, 5000, generator=generator) * torch.linspace(0.1, 5, 200)[:, None]
     uniforms = torch.rand(200, generator=generator, dtype=torch.float64)
@@ -211,11 +268,15 @@ def test_a_long_vocabulary_is_searched_in_blocks():
         probs = logits.double().softmax(-1)
         if top_p < 1:
             ranked, order = probs.sort(descending=True)
-            probs = torch.zeros_like(probs).scatter(-1, order, ranked.masked_fill(ranked.cumsum(-1) - ranked >= top_p, 0))
+            probs = torch.zeros_like(probs).scatter(
+                -1, order, ranked.masked_fill(ranked.cumsum(-1) - ranked >= top_p, 0)
+            )
             probs /= probs.sum(-1, keepdim=True)
         cdf = probs.cumsum(-1)
         assert (token == (cdf <= uniforms[:, None]).sum(-1)).all()
-        torch.testing.assert_close(logprob.double(), probs.gather(1, token[:, None])[:, 0].log(), atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            logprob.double(), probs.gather(1, token[:, None])[:, 0].log(), atol=1e-5, rtol=0
+        )
 
 
 def test_edges_of_the_unit_interval_never_pick_an_impossible_token():
@@ -241,7 +302,8 @@ def test_sliding_window_models_are_refused(tokenizer):
 
 
 def test_steps_of_fixed_shapes_are_the_same_steps(tokenizer):
-    """What CUDA graphs replay, with a capture that computes anew: rows that fill a step up leave no trace, also where the cache grows and slots change hands."""
+    """What CUDA graphs replay, with a capture that computes anew: rows that fill a step up leave no trace,
+    also where the cache grows and slots change hands."""
     lm, replays = make_lm(tokenizer), []
 
     def capture(forward, pool):
@@ -266,19 +328,32 @@ def test_steps_of_fixed_shapes_are_the_same_steps(tokenizer):
     assert played[0][0] == played[1][0] and played[0][2] == played[1][2]
     for key, logprobs in played[0][1].items():
         assert [x is None for x in logprobs] == [x is None for x in played[1][1][key]]
-        assert [x for x in played[1][1][key] if x is not None] == pytest.approx([x for x in logprobs if x is not None], abs=1e-5)
+        assert [x for x in played[1][1][key] if x is not None] == pytest.approx(
+            [x for x in logprobs if x is not None], abs=1e-5
+        )
     assert len(replays) > 100 and set(replays) <= {1, 2, 4, 7} and len(set(replays)) > 1
 
 
 def test_steps_are_filled_up_to_few_shapes():
-    assert [bucket(rows, 200) for rows in (1, 3, 9, 25, 97, 129, 193, 200)] == [1, 4, 16, 32, 128, 192, 200, 200]
+    assert [bucket(rows, 200) for rows in (1, 3, 9, 25, 97, 129, 193, 200)] == [
+        1,
+        4,
+        16,
+        32,
+        128,
+        192,
+        200,
+        200,
+    ]
     assert bucket(100, 100) == 100
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_few_rows_and_large_weights_are_multiplied_slice_by_slice(bias, monkeypatch):
     products, mm = [], torch.mm
-    monkeypatch.setattr(torch, "mm", lambda *args, **kwargs: products.append(args[1].shape) or mm(*args, **kwargs))
+    monkeypatch.setattr(
+        torch, "mm", lambda *args, **kwargs: products.append(args[1].shape) or mm(*args, **kwargs)
+    )
     torch.manual_seed(0)
     module = torch.nn.Linear(1000, 4500, bias=bias)
     with torch.inference_mode():
@@ -286,7 +361,10 @@ def test_few_rows_and_large_weights_are_multiplied_slice_by_slice(bias, monkeypa
             x_NC = torch.randn(rows, 1000)
             products.clear()
             torch.testing.assert_close(linear(x_NC, module), module(x_NC), rtol=1e-5, atol=1e-5)
-            assert (len(products) > 1) == (rows in (2, 128)) and sum(shape[1] for shape in products) in (0, 4500)
+            assert (len(products) > 1) == (rows in (2, 128)) and sum(shape[1] for shape in products) in (
+                0,
+                4500,
+            )
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
@@ -326,7 +404,8 @@ def test_a_cache_grows_no_further_than_the_longest_sequence(lm):
 
 
 def test_the_search_ends_at_the_last_token_with_a_probability():
-    """Sums of a block and of its tokens one by one round differently: what is left after them must not be drawn."""
+    """Sums of a block and of its tokens one by one round differently: what is left after them must not be
+    drawn."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(64, 2000, generator=generator) * 3
     logits[:, 700:] = -torch.inf

@@ -1,4 +1,5 @@
-"""Whole runs against a server that is killed, hangs, and lies: what was trained on is what was retrieved, and nothing else."""
+"""Whole runs against a server that is killed, hangs, and lies: what was trained on is what was retrieved, and
+nothing else."""
 
 import dataclasses
 import json
@@ -25,7 +26,8 @@ FAULTS = ("killed", "hangs", "short", "garbage", "empty", "blank", "error", "hal
 
 
 class Unreliable(BaseHTTPRequestHandler):
-    """Answers well, and remembers what it answered, or does the next of FAULTS; `draw` decides, request by request."""
+    """Answers well, and remembers what it answered, or does the next of FAULTS; `draw` decides, request by
+    request."""
 
     def do_POST(self):
         cls = type(self)
@@ -33,21 +35,48 @@ class Unreliable(BaseHTTPRequestHandler):
         with cls.lock:
             fault = FAULTS[len(cls.faults) % len(FAULTS)] if cls.draw.random() < cls.share else None
             cls.served += 1
-            passages = {query: [{"document": {"id": f"{cls.served}-{rank}", "contents": f'"T {cls.served}"\nabout {query} {rank}'}, "score": 1.0} for rank in range(3)] for query in queries}
+            passages = {
+                query: [
+                    {
+                        "document": {
+                            "id": f"{cls.served}-{rank}",
+                            "contents": f'"T {cls.served}"\nabout {query} {rank}',
+                        },
+                        "score": 1.0,
+                    }
+                    for rank in range(3)
+                ]
+                for query in queries
+            }
             if fault is not None:
                 cls.faults.append(fault)
             elif cls.served > 1:  # the first is the question of health
-                cls.good.append({query: [item["document"]["contents"] for item in items] for query, items in passages.items()})
+                cls.good.append(
+                    {
+                        query: [item["document"]["contents"] for item in items]
+                        for query, items in passages.items()
+                    }
+                )
         body = json.dumps({"result": [passages[query] for query in queries]}).encode()
         if fault == "hangs":
             time.sleep(0.5)
         if fault == "killed":
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, as from a dead process
+            # A reset, as from a dead process
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             return self.connection.close()
         lists = [passages[query] for query in queries]
-        lies = {"garbage": b"<html>\xff", "short": lists[:-1], "empty": [[]] * len(queries), "blank": [[{"document": {"id": "0", "contents": "  "}}]] * len(queries)}
+        lies = {
+            "garbage": b"<html>\xff",
+            "short": lists[:-1],
+            "empty": [[]] * len(queries),
+            "blank": [[{"document": {"id": "0", "contents": "  "}}]] * len(queries),
+        }
         if fault in lies:
-            body = lies[fault] if isinstance(lies[fault], bytes) else json.dumps({"result": lies[fault]}).encode()
+            body = (
+                lies[fault]
+                if isinstance(lies[fault], bytes)
+                else json.dumps({"result": lies[fault]}).encode()
+            )
         try:
             self.send_response(500 if fault == "error" else 200)
             self.send_header("Content-Length", str(len(body)))
@@ -66,16 +95,24 @@ def folder(tmp_path_factory):
 
 
 def run(folder, name, monkeypatch, share, server_class=Unreliable, arguments=(), **rollout):
-    """Trains against such a server; returns exit code, its handler, and the episodes of every step that was trained on."""
-    handler = type("Handler", (server_class,), {"draw": random.Random(1), "share": 0.0, "served": 0, "faults": [], "good": [], "lock": Lock()})
+    """Trains against such a server; returns exit code, its handler, and the episodes of every step that was
+    trained on."""
+    handler = type(
+        "Handler",
+        (server_class,),
+        {"draw": random.Random(1), "share": 0.0, "served": 0, "faults": [], "good": [], "lock": Lock()},
+    )
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     tree = {
-        "retriever": {"url": f"http://127.0.0.1:{server.server_port}", "retries": 0, "timeout_s": 0.25}, "eval": {"every": 0},
+        "retriever": {"url": f"http://127.0.0.1:{server.server_port}", "retries": 0, "timeout_s": 0.25},
+        "eval": {"every": 0},
         "rollout": {"num_questions": 6, "num_slots": 2, "max_failed_groups": 0.9, **rollout},
-        "run": {"dir": str(folder / name), "steps": 4, "save_every": 4}, "optim": {"lr": 1e-6}, "tinyworld": {"warm_start_steps": 150},
-    }  # fmt: skip
+        "run": {"dir": str(folder / name), "steps": 4, "save_every": 4},
+        "optim": {"lr": 1e-6},
+        "tinyworld": {"warm_start_steps": 150},
+    }
     trained, collate = [], train.collate
 
     def spy(episodes, *rest):
@@ -85,7 +122,14 @@ def run(folder, name, monkeypatch, share, server_class=Unreliable, arguments=(),
     check_health = train.check_health
     with monkeypatch.context() as patch:
         patch.setattr(train, "collate", spy)
-        patch.setattr(train, "check_health", lambda options: (check_health(dataclasses.replace(options, timeout_s=20)), setattr(handler, "share", share)))
+        patch.setattr(
+            train,
+            "check_health",
+            lambda options: (
+                check_health(dataclasses.replace(options, timeout_s=20)),
+                setattr(handler, "share", share),
+            ),
+        )
         code = train.main(["--config", str(write_config(folder, name, **tree)), *arguments])
     server.shutdown()
     server.server_close()
@@ -93,12 +137,17 @@ def run(folder, name, monkeypatch, share, server_class=Unreliable, arguments=(),
 
 
 def observations(episode) -> list[list[int]]:
-    return [episode.token_ids[turn.end : turn.observation_end] for turn in episode.turns if turn.kind == "search" and turn.observation_end > turn.end]
+    return [
+        episode.token_ids[turn.end : turn.observation_end]
+        for turn in episode.turns
+        if turn.kind == "search" and turn.observation_end > turn.end
+    ]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_only_what_was_retrieved_is_trained_on(folder, monkeypatch, overlap):
-    """Every observation of every trained episode is, token for token, the rendering of a good reply to its very query."""
+    """Every observation of every trained episode is, token for token, the rendering of a good reply to its
+    very query."""
     code, handler, trained = run(folder, f"faulty-{overlap}", monkeypatch, 0.3, overlap_search=overlap)
     assert code == 0 and len(trained) == 4 and len(set(handler.faults)) >= 4, (code, handler.faults)
     tokenizer = train.load_tokenizer(train.config.load(str(folder / f"faulty-{overlap}.yaml")).model)
@@ -114,16 +163,27 @@ def test_only_what_was_retrieved_is_trained_on(folder, monkeypatch, overlap):
             num_observations += 1
     assert num_observations > 15
     logged = rows(folder / f"faulty-{overlap}")
-    assert [row["failed_groups"] for row in logged] == pytest.approx([1 - len(episodes) / 18 for episodes in trained]) and sum(row["failed_groups"] for row in logged) > 0
+    assert [row["failed_groups"] for row in logged] == pytest.approx(
+        [1 - len(episodes) / 18 for episodes in trained]
+    ) and sum(row["failed_groups"] for row in logged) > 0
     for episodes in trained:  # whole groups
-        assert len(episodes) % 3 == 0 and all(len({e.question.id for e in episodes[i : i + 3]}) == 1 for i in range(0, len(episodes), 3))
+        assert len(episodes) % 3 == 0 and all(
+            len({e.question.id for e in episodes[i : i + 3]}) == 1 for i in range(0, len(episodes), 3)
+        )
 
 
 def test_above_the_rate_the_run_stops_with_a_checkpoint(folder, monkeypatch, capsys):
     code, handler, trained = run(folder, "too-faulty", monkeypatch, 1.0, max_failed_groups=0.4)
     message = capsys.readouterr().err
-    assert code == 3 and not trained and "Nothing was trained on the failed search" in message and "last reason" in message
-    assert (folder / "too-faulty" / "checkpoints" / "step_000000" / "manifest.json").exists() and len(handler.faults) >= 1
+    assert (
+        code == 3
+        and not trained
+        and "Nothing was trained on the failed search" in message
+        and "last reason" in message
+    )
+    assert (folder / "too-faulty" / "checkpoints" / "step_000000" / "manifest.json").exists() and len(
+        handler.faults
+    ) >= 1
 
 
 class Choosy(Unreliable):
@@ -133,7 +193,12 @@ class Choosy(Unreliable):
 
     def do_POST(self):
         queries = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["queries"]
-        found = [[] if zlib.crc32(query.encode()) % self.every == 0 else [{"document": {"id": "0", "contents": f'"T"\nabout {query}'}}] for query in queries]
+        found = [
+            []
+            if zlib.crc32(query.encode()) % self.every == 0
+            else [{"document": {"id": "0", "contents": f'"T"\nabout {query}'}}]
+            for query in queries
+        ]
         body = json.dumps({"result": found}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
@@ -141,19 +206,37 @@ class Choosy(Unreliable):
         self.wfile.write(body)
 
 
-def test_queries_that_find_nothing_cost_their_own_groups_and_a_resumed_run_can_go_on(folder, monkeypatch, capsys):
-    """One such query took all groups of its request with it, and the run stopped, again and again at the same place."""
+def test_queries_that_find_nothing_cost_their_own_groups_and_a_resumed_run_can_go_on(
+    folder, monkeypatch, capsys
+):
+    """One such query took all groups of its request with it, and the run stopped, again and again at the same
+    place."""
     code, _, trained = run(folder, "choosy", monkeypatch, 0, Choosy, max_failed_groups=0.0)
     logged = rows(folder / "choosy")
     dropped = pytest.approx([1 - len(episodes) / 18 for episodes in trained])
-    assert code == 0 and [row["empty_groups"] for row in logged] == dropped and [row["failed_groups"] for row in logged] == dropped
+    assert (
+        code == 0
+        and [row["empty_groups"] for row in logged] == dropped
+        and [row["failed_groups"] for row in logged] == dropped
+    )
     assert 0 < sum(row["empty_groups"] for row in logged) < 2
     Nothing = type("Nothing", (Choosy,), {"every": 1})
     code, _, trained = run(folder, "nothing", monkeypatch, 0, Nothing)
     message = capsys.readouterr().err
-    assert code == 3 and not trained and "groups were dropped for a search without a passage (the query " in message and "set retriever.empty_results=show" in message
-    code, _, trained = run(folder, "nothing", monkeypatch, 0, Nothing, arguments=["--resume", "retriever.empty_results=show"])
-    assert code == 0 and [len(episodes) for episodes in trained] == [18] * 4 and all(row["empty_groups"] == 0 for row in rows(folder / "nothing"))
+    assert (
+        code == 3
+        and not trained
+        and "groups were dropped for a search without a passage (the query " in message
+        and "set retriever.empty_results=show" in message
+    )
+    code, _, trained = run(
+        folder, "nothing", monkeypatch, 0, Nothing, arguments=["--resume", "retriever.empty_results=show"]
+    )
+    assert (
+        code == 0
+        and [len(episodes) for episodes in trained] == [18] * 4
+        and all(row["empty_groups"] == 0 for row in rows(folder / "nothing"))
+    )
     assert any(turn.searched and not turn.passages for episode in trained[0] for turn in episode.turns)
 
 
@@ -166,10 +249,17 @@ def failing_once(queries):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_failed_search_ends_its_episodes_and_no_others(overlap):
     tokenizer = make_tokenizer()
-    turns = [[["<search> bad </search>", "<answer> never </answer>"]], [["<search> fine </search>", "<answer> a </answer>"]]]
+    turns = [
+        [["<search> bad </search>", "<answer> never </answer>"]],
+        [["<search> fine </search>", "<answer> a </answer>"]],
+    ]
     episodes = play(tokenizer, failing_once, turns, overlap_search=overlap, max_failed_groups=1)
-    assert [e.stop_reason for e in episodes] == ["failed_search", "answer"] and [e.failure for e in episodes] == ["gone", ""]
-    assert episodes[0].num_searches == 0 and set(episodes[0].action_ids) == {1}, "nothing stands where the passages would"
+    assert [e.stop_reason for e in episodes] == ["failed_search", "answer"] and [
+        e.failure for e in episodes
+    ] == ["gone", ""]
+    assert episodes[0].num_searches == 0 and set(episodes[0].action_ids) == {1}, (
+        "nothing stands where the passages would"
+    )
     with pytest.raises(RetrieverError, match="gone"):
         play(tokenizer, failing_once, turns * 2, overlap_search=overlap, max_failed_groups=1)
 

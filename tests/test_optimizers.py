@@ -37,14 +37,26 @@ def test_offloaded_adamw_is_torchs_bit_for_bit_and_clips(tokenizer):
     for clip in (1.0, 0.01):
         policy, _ = make(tokenizer, "adamw")
         options = Optim()
-        expected = steps(policy, torch.optim.AdamW(policy.parameters(), lr=1e-3, betas=options.betas, weight_decay=options.weight_decay, fused=True), 3, clip)
+        expected = steps(
+            policy,
+            torch.optim.AdamW(
+                policy.parameters(),
+                lr=1e-3,
+                betas=options.betas,
+                weight_decay=options.weight_decay,
+                fused=True,
+            ),
+            3,
+            clip,
+        )
         for a, b in zip(expected, steps(*make(tokenizer, "adamw_offload"), 3, clip)):
             assert torch.equal(a, b)
 
 
 def test_in_bf16_the_cpu_keeps_float32_weights_and_gradients_are_summed_in_float32(tokenizer):
     policy, optimizer = make(tokenizer, "adamw_offload", torch.bfloat16, lr=1e-6)
-    layers = [index for index, (name, _) in enumerate(policy.named_parameters()) if "proj.weight" in name]  # most embeddings have no gradient
+    # Most embeddings have no gradient
+    layers = [index for index, (name, _) in enumerate(policy.named_parameters()) if "proj.weight" in name]
     start = [master.detach().clone() for master in optimizer.masters]
     before = [weight.detach().clone() for weight in policy.parameters()]
     policy(IDS_BT, SCORED_BT)[0].mean().backward()
@@ -55,7 +67,10 @@ def test_in_bf16_the_cpu_keeps_float32_weights_and_gradients_are_summed_in_float
     moved = torch.cat([(optimizer.masters[i] != start[i]).flatten() for i in layers]).float().mean()
     rounded = torch.cat([(after[i] != before[i]).flatten() for i in layers]).float().mean()
     assert moved > 0.9 and rounded < moved / 2  # steps of 1e-6 are kept, though bf16 shows few of them
-    assert all(torch.equal(weight, master.bfloat16()) for weight, master in zip(policy.parameters(), optimizer.masters))
+    assert all(
+        torch.equal(weight, master.bfloat16())
+        for weight, master in zip(policy.parameters(), optimizer.masters)
+    )
 
 
 @pytest.mark.parametrize("name, dtype", [("adamw_offload", torch.bfloat16), ("adamw_8bit", torch.float32)])
@@ -91,13 +106,19 @@ def test_8_bit_moments_take_a_quarter_and_follow_adamw(tokenizer):
         assert (weight - expected).abs().max() < 3e-3  # three steps of 1e-3, each at most about that far
     head = policy.lm.lm_head.weight
     state = optimizer.state[head]
-    assert state["state1"].dtype == state["state2"].dtype == torch.uint8 and state["state1"].numel() == head.numel()
+    assert (
+        state["state1"].dtype == state["state2"].dtype == torch.uint8
+        and state["state1"].numel() == head.numel()
+    )
 
 
 def test_without_bitsandbytes_the_remedy_is_named(tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
-    with pytest.raises(ValueError, match="needs bitsandbytes: pip install -r requirements-8bit.txt, or use adamw or adamw_offload"):
+    with pytest.raises(
+        ValueError,
+        match="needs bitsandbytes: pip install -r requirements-8bit.txt, or use adamw or adamw_offload",
+    ):
         make(tokenizer, "adamw_8bit")
 
 

@@ -1,4 +1,5 @@
-"""The plan before a run: every recipe prints one offline, its terms are what the code holds, and what does not fit is refused with what would."""
+"""The plan before a run: every recipe prints one offline, its terms are what the code holds, and what does
+not fit is refused with what would."""
 
 import os
 import re
@@ -27,21 +28,47 @@ def peak(cfg: config.Config) -> float:
 def no_hub(monkeypatch, tmp_path):
     """Nothing may come from a network or a cache of the hub; and the launcher's variables are this test's."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ACCELERATE_USE_FSDP", "FSDP_OFFLOAD_PARAMS"):
+    for name in (
+        "WORLD_SIZE",
+        "RANK",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "ACCELERATE_USE_FSDP",
+        "FSDP_OFFLOAD_PARAMS",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
 def test_every_recipe_prints_its_plan_offline(path, capsys):
-    code = plan.main(load(path.stem, *ON_8) if path.stem not in ("tiny", "7b-one-gpu") else load(path.stem, "plan.gpus=1", "plan.gpu_memory_gb=80"))
+    code = plan.main(
+        load(path.stem, *ON_8)
+        if path.stem not in ("tiny", "7b-one-gpu")
+        else load(path.stem, "plan.gpus=1", "plan.gpu_memory_gb=80")
+    )
     printed = capsys.readouterr().out
-    for kind in ("weights", "gradients", "optimizer", "KV cache", "activations", "sum", "decode", "update", "checkpoints", "tokens"):
-        assert re.search(rf"^ *{kind}", printed, re.MULTILINE) or kind == "tokens" and "tokens, " in printed, kind
+    for kind in (
+        "weights",
+        "gradients",
+        "optimizer",
+        "KV cache",
+        "activations",
+        "sum",
+        "decode",
+        "update",
+        "checkpoints",
+        "tokens",
+    ):
+        assert (
+            re.search(rf"^ *{kind}", printed, re.MULTILINE) or kind == "tokens" and "tokens, " in printed
+        ), kind
     assert code == 0 and "Fits: " in printed, printed
 
 
-@pytest.mark.parametrize("name, params", [("3b", 3_085_938_688), ("7b", 7_615_616_512), ("llama3b", 3_212_749_824)])
+@pytest.mark.parametrize(
+    "name, params", [("3b", 3_085_938_688), ("7b", 7_615_616_512), ("llama3b", 3_212_749_824)]
+)
 def test_the_shapes_have_the_published_numbers_of_parameters(name, params):
     assert plan.read_shape(load(name)).params == params
 
@@ -58,7 +85,8 @@ def test_the_cache_is_predicted_to_the_token(lm):
 
 @pytest.mark.parametrize("kind", ["float32", "autocast", "bf16"])
 def test_what_a_layer_keeps_for_its_backward_pass_is_counted(kind, tokenizer):
-    """The tensors that autograd packs, each storage once; a second layer more of the same model leaves what one layer keeps."""
+    """The tensors that autograd packs, each storage once; a second layer more of the same model leaves what
+    one layer keeps."""
     kept = []
     for num_layers in (1, 2):
         lm = make_lm(tokenizer, num_layers=num_layers)
@@ -69,14 +97,23 @@ def test_what_a_layer_keeps_for_its_backward_pass_is_counted(kind, tokenizer):
 
         def pack(tensor):
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own and tensor.numel() >= 64 * 50 and not any(tensor.shape in (weight.shape, weight.shape[::-1]) for weight in lm.parameters()):
+            if (
+                storage.data_ptr() not in own
+                and tensor.numel() >= 64 * 50
+                and not any(tensor.shape in (weight.shape, weight.shape[::-1]) for weight in lm.parameters())
+            ):
                 storages[storage.data_ptr()] = (storage.nbytes(), tensor)
             return tensor
 
         lm.set_attn_implementation(attention.NAME)
         ids = torch.arange(101)[None]  # a number of tokens that no weight has
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
-            out = lm.base_model(ids, position_ids=ids, use_cache=False, row_lengths=attention.row_lengths(torch.tensor([101])))
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+            torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"),
+        ):
+            out = lm.base_model(
+                ids, position_ids=ids, use_cache=False, row_lengths=attention.row_lengths(torch.tensor([101]))
+            )
         kept.append(sum(size for size, _ in storages.values()))
         del out
     shape, widths = plan.shape_of(lm.config), {"float32": (4, 4), "autocast": (4, 2), "bf16": (2, 2)}[kind]
@@ -84,15 +121,22 @@ def test_what_a_layer_keeps_for_its_backward_pass_is_counted(kind, tokenizer):
 
 
 def test_sharding_spreads_weights_gradients_and_moments():
-    whole, spread = (plan.estimate(cfg, plan.read_shape(cfg), plan.read_setup(cfg))["update"] for cfg in (load("7b", "plan.gpus=8"), load("7b", *ON_8)))
+    whole, spread = (
+        plan.estimate(cfg, plan.read_shape(cfg), plan.read_setup(cfg))["update"]
+        for cfg in (load("7b", "plan.gpus=8"), load("7b", *ON_8))
+    )
     assert spread["weights"] == whole["weights"] / 8 and spread["optimizer"] == whole["optimizer"] / 8
     assert spread["gradients"] == whole["gradients"] / 16  # DDP has buckets of the same size besides
     assert spread["rollout copy"] == 2 * 7_615_616_512
 
 
 def test_optimizers_and_options_have_their_price():
-    size = lambda *overrides: plan.estimate(cfg := load("3b", "plan.gpus=1", *overrides), plan.read_shape(cfg), plan.read_setup(cfg))["update"]
-    assert size()["optimizer"] == 8 * 3_085_938_688 and size("optim.name=adamw_8bit")["optimizer"] == pytest.approx(2.03 * 3_085_938_688, rel=0.01)
+    size = lambda *overrides: plan.estimate(
+        cfg := load("3b", "plan.gpus=1", *overrides), plan.read_shape(cfg), plan.read_setup(cfg)
+    )["update"]
+    assert size()["optimizer"] == 8 * 3_085_938_688 and size("optim.name=adamw_8bit")[
+        "optimizer"
+    ] == pytest.approx(2.03 * 3_085_938_688, rel=0.01)
     offloaded = size("optim.name=adamw_offload")
     assert offloaded["optimizer"] == 0 and offloaded["weights"] == 2 * 3_085_938_688
     assert "reference" in size() and "reference" not in size("loss.kl_weight=0")
@@ -109,22 +153,37 @@ def test_offloading_is_neither_offered_nor_taken_under_ddp(capsys):
 
 
 def test_what_does_not_fit_is_refused_with_what_would(capsys):
-    asked = ["plan.gpus=1", "plan.gpu_memory_gb=80", "rollout.num_slots=256", "optim.micro_batch_tokens=65536"]
+    asked = [
+        "plan.gpus=1",
+        "plan.gpu_memory_gb=80",
+        "rollout.num_slots=256",
+        "optim.micro_batch_tokens=65536",
+    ]
     assert plan.main(load("7b", *asked)) == 2
     printed = capsys.readouterr().out
     assert "Does not fit: phase" in printed and "there are 80.0" in printed
-    for remedy in ("as it is", "optim.name=adamw_8bit", "optim.name=adamw_offload", "sharded over 8 GPUs (FSDP)", "loss.kl_weight=0"):
+    for remedy in (
+        "as it is",
+        "optim.name=adamw_8bit",
+        "optim.name=adamw_offload",
+        "sharded over 8 GPUs (FSDP)",
+        "loss.kl_weight=0",
+    ):
         assert re.search(rf"^  {re.escape(remedy)}: \d+\.\d GB; ", printed, re.MULTILINE), remedy
     found = re.search(r"adamw_offload: .* with ((?:\S+=\d+ )+)(\d+\.\d) GB", printed)
     advised = load("7b", *asked, "optim.name=adamw_offload", *found[1].split())
-    assert peak(advised) / 1e9 == pytest.approx(float(found[2]), abs=0.06) and plan.main(advised) == 0  # the advice is good
+    # The advice is good
+    assert peak(advised) / 1e9 == pytest.approx(float(found[2]), abs=0.06) and plan.main(advised) == 0
 
 
 def test_without_a_gpu_the_machine_is_judged_and_a_gpu_of_unknown_size_is_not(capsys, monkeypatch):
     monkeypatch.setattr(plan.memory, "available_bytes", lambda: 16e9)
     assert plan.main(load("7b")) == 2
     printed = capsys.readouterr().out
-    assert "1 CPU process of 16.0 GB" in printed and printed.startswith("No GPU here: this is the plan of a CPU process. For GPUs elsewhere: plan.gpus=8 plan.gpu_memory_gb=80")
+    assert "1 CPU process of 16.0 GB" in printed and printed.startswith(
+        "No GPU here: this is the plan of a CPU process. For GPUs elsewhere: plan.gpus=8 "
+        "plan.gpu_memory_gb=80"
+    )
     assert plan.main(load("7b", "plan.gpus=8")) == 0
     assert "plan.gpu_memory_gb=80 says it" in capsys.readouterr().out
 
@@ -141,30 +200,53 @@ def test_the_launcher_tells_processes_and_sharding(monkeypatch, capsys):
         plan.main(load("7b", "plan.gpu_memory_gb=80", "optim.name=adamw_8bit"))
 
 
-def test_a_run_on_a_gpu_is_refused_only_where_weights_gradients_and_optimizer_alone_do_not_fit(monkeypatch, capsys):
+def test_a_run_on_a_gpu_is_refused_only_where_weights_gradients_and_optimizer_alone_do_not_fit(
+    monkeypatch, capsys
+):
     properties = type("Properties", (), {"total_memory": 80e9})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(plan.memory, "available_bytes", lambda: 64e9)
-    with pytest.raises(ValueError, match=r"weights, gradients, optimizer and copies alone take 167.5 GB of a GPU's 80.0 GB"):
+    with pytest.raises(
+        ValueError, match=r"weights, gradients, optimizer and copies alone take 167.5 GB of a GPU's 80.0 GB"
+    ):
         plan.check(load("7b"))
     plan.check(load("3b"))
-    assert "with episodes as long as allowed this run takes" in capsys.readouterr().err  # may fit: said, not refused
+    # May fit: said, not refused
+    assert "with episodes as long as allowed this run takes" in capsys.readouterr().err
     plan.check(load("tiny"))
     assert capsys.readouterr().err == ""
 
 
 def test_cpu_memory_is_counted_for_all_processes_of_a_machine(monkeypatch, capsys):
-    """Each opens one whole float32 model at a time: 8 x 30.5 GB for 7B; a machine with less is refused before anything is opened."""
+    """Each opens one whole float32 model at a time: 8 x 30.5 GB for 7B; a machine with less is refused before
+    anything is opened."""
     N, cfg = 7_615_616_512, load("7b", *ON_8)
     host = plan.host_memory(cfg, plan.read_shape(cfg), plan.read_setup(cfg))
     assert plan.total(host["opening models"]) == 8 * 4 * N and plan.total(host["training"]) == 4 * N
-    assert plan.main(cfg) == 0 and re.search(r"CPU memory of each machine \(8 processes\), GB:\n +opening models +243.70 ", capsys.readouterr().out)
-    one = load("7b-one-gpu", "plan.gpus=1", "plan.gpu_memory_gb=80", "loss.lld_lag_steps=1", "optim.updates_per_rollout=1", "monitor.crash_box=1")
+    assert plan.main(cfg) == 0 and re.search(
+        r"CPU memory of each machine \(8 processes\), GB:\n +opening models +243.70 ", capsys.readouterr().out
+    )
+    one = load(
+        "7b-one-gpu",
+        "plan.gpus=1",
+        "plan.gpu_memory_gb=80",
+        "loss.lld_lag_steps=1",
+        "optim.updates_per_rollout=1",
+        "monitor.crash_box=1",
+    )
     host = plan.host_memory(one, plan.read_shape(one), plan.read_setup(one))
-    assert plan.total(host["opening models"]) == 8 * N and host["training"]["snapshots"] == 2 * 2 * N and host["training"]["crash box"] == 2 * 14 * N
+    assert (
+        plan.total(host["opening models"]) == 8 * N
+        and host["training"]["snapshots"] == 2 * 2 * N
+        and host["training"]["crash box"] == 2 * 14 * N
+    )
     monkeypatch.setattr(plan.memory, "available_bytes", lambda: 200e9)
-    with pytest.raises(ValueError, match=r"opening models takes 243.7 GB of CPU memory on a machine with 8 processes .* and 200.0 GB are available"):
+    with pytest.raises(
+        ValueError,
+        match=r"opening models takes 243.7 GB of CPU memory on a machine with 8 processes .* and 200.0 GB "
+        r"are available",
+    ):
         plan.check_host(cfg, plan.read_shape(cfg), plan.read_setup(cfg))
     monkeypatch.setattr(plan.memory, "available_bytes", lambda: 100e9)
     plan.check_host(one, plan.read_shape(one), plan.read_setup(one))
@@ -172,17 +254,35 @@ def test_cpu_memory_is_counted_for_all_processes_of_a_machine(monkeypatch, capsy
 
 
 def test_an_unknown_model_is_named_with_the_remedy():
-    with pytest.raises(ValueError, match=r"cannot read the shape of model.path = 'nobody/nothing': give a folder with its config.json, or put that file at .*nobody/nothing.json"):
+    with pytest.raises(
+        ValueError,
+        match=r"cannot read the shape of model.path = 'nobody/nothing': give a folder with its "
+        r"config.json, or put that file at .*nobody/nothing.json",
+    ):
         plan.read_shape(load("3b", "model.path=nobody/nothing"))
 
 
 def test_the_command_prints_and_exits(tmp_path):
     env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    call = lambda *options: subprocess.run([sys.executable, str(ROOT / "train.py"), "--config", str(ROOT / "configs" / "7b.yaml"), "--plan", *options], env=env, cwd=tmp_path, capture_output=True, text=True)
+    call = lambda *options: subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "train.py"),
+            "--config",
+            str(ROOT / "configs" / "7b.yaml"),
+            "--plan",
+            *options,
+        ],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert (done := call(*ON_8)).returncode == 0 and "Fits: " in done.stdout, done.stderr
-    assert (done := call("plan.gpus=1", "plan.gpu_memory_gb=80")).returncode == 2 and "Does not fit" in done.stdout
+    assert (
+        done := call("plan.gpus=1", "plan.gpu_memory_gb=80")
+    ).returncode == 2 and "Does not fit" in done.stdout
     assert not any(tmp_path.glob("runs*"))  # nothing was begun
-
 
 
 def test_the_shape_of_a_folder_is_read(lm, tmp_path):

@@ -13,7 +13,13 @@ README = (ROOT / "README.md").read_text()
 def test_the_glossary_is_metrics_own():
     for name, text in metrics.GLOSSARY.items():
         assert f"| `{name}` | {text} |" in README
-    listed = set(re.findall(r"^\| `([^`]+)` \| ", README[README.index("## A healthy run") : README.index("## What is different")], re.MULTILINE))
+    listed = set(
+        re.findall(
+            r"^\| `([^`]+)` \| ",
+            README[README.index("## A healthy run") : README.index("## What is different")],
+            re.MULTILINE,
+        )
+    )
     assert listed == set(metrics.GLOSSARY)
 
 
@@ -27,7 +33,9 @@ def test_every_file_it_names_is_there_and_every_file_there_is_named():
 
 
 def test_every_config_is_named_and_every_config_named_loads():
-    named = set(re.findall(r"^\| (`[\w`., -]+`) \|", README[README.index("| config | what |") :], re.MULTILINE))
+    named = set(
+        re.findall(r"^\| (`[\w`., -]+`) \|", README[README.index("| config | what |") :], re.MULTILINE)
+    )
     named = {name for group in named for name in re.findall(r"`([\w.-]+)`", group)}
     there = {path.stem for path in (ROOT / "configs").glob("*.yaml")}
     assert there - {"tiny"} <= named
@@ -35,7 +43,17 @@ def test_every_config_is_named_and_every_config_named_loads():
         config.load(str(ROOT / "configs" / f"{name}.yaml"))
 
 
-@pytest.mark.parametrize("option", sorted(set(re.findall(r"`(?:[\w.]+ )*?((?:run|model|rollout|loss|optim|eval|retriever|monitor)\.(?!py\b)\w+)\b", README))))
+@pytest.mark.parametrize(
+    "option",
+    sorted(
+        set(
+            re.findall(
+                r"`(?:[\w.]+ )*?((?:run|model|rollout|loss|optim|eval|retriever|monitor)\.(?!py\b)\w+)\b",
+                README,
+            )
+        )
+    ),
+)
 def test_every_option_it_names_exists(option):
     section, name = option.split(".")
     assert hasattr(getattr(config.Config(), section), name)

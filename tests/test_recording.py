@@ -25,8 +25,12 @@ class Fickle:
 
 def test_a_replay_is_what_the_run_saw_to_the_bit(tmp_path):
     path, search = str(tmp_path / "new" / "searches.sqlite"), Fickle()
-    first, second = Recording(path, 3, search, "index"), Recording(path, 3, search, "index")  # two processes of a run
-    seen = [record.record(queries) for record, queries in ((first, ["a", "b", "a"]), (second, ["b", "c"]), (first, ["c", "é", ""]))]
+    # Two processes of a run
+    first, second = Recording(path, 3, search, "index"), Recording(path, 3, search, "index")
+    seen = [
+        record.record(queries)
+        for record, queries in ((first, ["a", "b", "a"]), (second, ["b", "c"]), (first, ["c", "é", ""]))
+    ]
     assert search.asked == ["a", "b", "c", "é", ""] and seen[0][0] == seen[0][2] and seen[0][1] == seen[1][0]
     replay = Recording(path, 3)
     assert [replay.replay(["a", "b", "a"]), replay.replay(["b", "c"]), replay.replay(["c", "é", ""])] == seen
@@ -40,9 +44,14 @@ def test_the_first_answer_holds_where_two_ask_at_once(tmp_path):
 
 
 def test_what_found_nothing_is_recorded_too(tmp_path):
-    path, search = str(tmp_path / "x"), lambda queries: [[] if query == "the" else [Passage("1", query)] for query in queries]
+    path, search = (
+        str(tmp_path / "x"),
+        lambda queries: [[] if query == "the" else [Passage("1", query)] for query in queries],
+    )
     seen = Recording(path, 3, search, "index").record(["the", "a"])
-    assert seen == [[], [Passage("1", "a")]] and Recording(path, 3, Fickle(), "index").record(["the", "a"]) == seen == Recording(path, 3).replay(["the", "a"])
+    assert seen == [[], [Passage("1", "a")]] and Recording(path, 3, Fickle(), "index").record(
+        ["the", "a"]
+    ) == seen == Recording(path, 3).replay(["the", "a"])
 
 
 def test_what_was_not_asked_is_named_and_what_failed_is_not_kept(tmp_path):
@@ -56,7 +65,9 @@ def test_what_was_not_asked_is_named_and_what_failed_is_not_kept(tmp_path):
     good = Recording(path, 3, Fickle(), "index")
     good.record(["c"])
     for query in ("a", "b"):
-        with pytest.raises(ValueError, match=f"has no search '{query}' with topk 3: the run is not the recorded one"):
+        with pytest.raises(
+            ValueError, match=f"has no search '{query}' with topk 3: the run is not the recorded one"
+        ):
             Recording(path, 3).replay(["c", query])
 
 
@@ -76,11 +87,18 @@ def test_recordings_that_do_not_fit_are_refused(tmp_path):
 
 def test_the_options_record_and_replay(tmp_path):
     corpus, path = tmp_path / "c.jsonl", str(tmp_path / "r.sqlite")
-    corpus.write_text("".join(json.dumps({"id": str(i), "contents": text}) + "\n" for i, text in enumerate(["red", "blue", "red red"])))
+    corpus.write_text(
+        "".join(
+            json.dumps({"id": str(i), "contents": text}) + "\n"
+            for i, text in enumerate(["red", "blue", "red red"])
+        )
+    )
     search = make_search(Retriever(url=None, corpus=str(corpus), backend="bm25", topk=2, record=path))
     found = search(["red", "blue"])
     corpus.unlink()
-    assert make_search(Retriever(url="http://127.0.0.1:9", topk=2, replay=path))(["blue", "red"]) == found[::-1]
+    assert (
+        make_search(Retriever(url="http://127.0.0.1:9", topk=2, replay=path))(["blue", "red"]) == found[::-1]
+    )
     assert sqlite3.connect(path).execute("SELECT count(*) FROM searches").fetchone() == (2,)
     with pytest.raises(ValueError, match="retriever.record = 'a' does nothing with retriever.replay = 'b'"):
         from_dict({"retriever": {"record": "a", "replay": "b"}})

@@ -21,8 +21,18 @@ def write_run(folder, rows):
 def full_rows(shift=0.0):
     rows = []
     for step in range(STEPS):
-        row = {"step": step, "reward/mean": shift + (step % 7) / 10, "likelihood/correct_new": -0.3 - shift, "likelihood/incorrect_new": -0.5 - shift}
-        row |= {"displacement/correct": -0.01 * step, "entropy": 0.5, "grad_norm": 0.0 if step == 3 else 10.0 ** (step % 3), "searches": 1.0}
+        row = {
+            "step": step,
+            "reward/mean": shift + (step % 7) / 10,
+            "likelihood/correct_new": -0.3 - shift,
+            "likelihood/incorrect_new": -0.5 - shift,
+        }
+        row |= {
+            "displacement/correct": -0.01 * step,
+            "entropy": 0.5,
+            "grad_norm": 0.0 if step == 3 else 10.0 ** (step % 3),
+            "searches": 1.0,
+        }
         if step % 20 == 0:
             row["eval/nq/em"] = 0.1 + step / 100
         rows.append(row)
@@ -65,10 +75,15 @@ def test_draws_raw_values_running_means_and_held_out_points(tmp_path, monkeypatc
 
 def test_overlaid_runs_are_told_apart(tmp_path, monkeypatch):
     """Two runs with the same folder name used to be told apart by colour alone."""
-    runs = [write_run(tmp_path / "seed0" / "grpo", full_rows()), write_run(tmp_path / "seed1" / "grpo", full_rows(0.2))]
+    runs = [
+        write_run(tmp_path / "seed0" / "grpo", full_rows()),
+        write_run(tmp_path / "seed1" / "grpo", full_rows(0.2)),
+    ]
     axes, figure = drawn_axes(monkeypatch, runs)
     assert [text.get_text() for text in figure.legends[0].get_texts()][:2] == ["seed0/grpo", "seed1/grpo"]
-    first, second = (line for line in axes[0].lines if line.get_linestyle() == "-" and line.get_linewidth() > 1)
+    first, second = (
+        line for line in axes[0].lines if line.get_linestyle() == "-" and line.get_linewidth() > 1
+    )
     assert first.get_color() == report.COLORS[0] and second.get_color() == report.COLORS[1]
     assert [b - a for a, b in zip(first.get_ydata(), second.get_ydata())] == pytest.approx([0.2] * STEPS)
 
@@ -84,13 +99,19 @@ def test_writes_a_png_with_both_colours(tmp_path):
 
 
 def test_absent_names_and_a_first_step_are_tolerated(tmp_path, monkeypatch):
-    axes, _ = drawn_axes(monkeypatch, [write_run(tmp_path / "a", [{"step": 0, "reward/mean": 0.25, "entropy": None}])])
-    assert list(axes[0].lines[0].get_ydata()) == [0.25] and axes[0].lines[0].get_marker() == "o"  # a line of one point shows nothing
+    axes, _ = drawn_axes(
+        monkeypatch, [write_run(tmp_path / "a", [{"step": 0, "reward/mean": 0.25, "entropy": None}])]
+    )
+    # A line of one point shows nothing
+    assert list(axes[0].lines[0].get_ydata()) == [0.25] and axes[0].lines[0].get_marker() == "o"
     assert [text.get_text() for text in axes[3].texts] == ["not logged"] and axes[4].get_yscale() == "linear"
 
 
 def test_axes_do_not_blow_up_the_noise_of_a_quiet_run(tmp_path, monkeypatch):
-    rows = [{"step": step, "entropy": 0.40 + step % 2 / 1000, "grad_norm": 0.4 + step % 2 / 1000} for step in range(STEPS)]
+    rows = [
+        {"step": step, "entropy": 0.40 + step % 2 / 1000, "grad_norm": 0.4 + step % 2 / 1000}
+        for step in range(STEPS)
+    ]
     rows += [{"step": STEPS, "entropy": float("nan"), "grad_norm": float("inf")}]
     axes, _ = drawn_axes(monkeypatch, [write_run(tmp_path / "a", rows)])
     assert axes[3].get_ylim()[0] == 0 and axes[4].get_ylim() == pytest.approx((0.1, 1.0))
@@ -128,4 +149,6 @@ def test_refusals_name_the_place_and_the_remedy(tmp_path, capsys):
 def test_command_writes_the_figure_into_the_first_run(tmp_path, capsys):
     runs = [write_run(tmp_path / "a", full_rows()), write_run(tmp_path / "b", full_rows())]
     assert report.main([str(run) for run in runs]) == 0
-    assert (runs[0] / "figure.png").read_bytes().startswith(b"\x89PNG") and not (runs[1] / "figure.png").exists()
+    assert (runs[0] / "figure.png").read_bytes().startswith(b"\x89PNG") and not (
+        runs[1] / "figure.png"
+    ).exists()

@@ -4,7 +4,16 @@ import pytest
 
 from lld.config import Reward
 from lld.protocol import INVALID_ACTION, Passage, passage_text
-from lld.reward import cover_exact_match, exact_match, format_score, normalize_answer, retrieval_correct, score_text, token_f1, valid_format
+from lld.reward import (
+    cover_exact_match,
+    exact_match,
+    format_score,
+    normalize_answer,
+    retrieval_correct,
+    score_text,
+    token_f1,
+    valid_format,
+)
 
 EM, F1, COVER, FORMAT = (Reward(kind=kind) for kind in ("em", "f1", "cover_em", "format"))
 
@@ -42,7 +51,8 @@ def test_normalize_answer(text, normal):
         ("beatles", ["Rolling Stones", "The Beatles"], 1, 1, 1),  # any gold will do
         ("John Lennon of the Beatles", ["Beatles"], 0, 1, 0.4),  # precision 1/4, recall 1
         ("North Queensland", ["North Queensland Cowboys"], 0, 0, 0.8),  # precision 1, recall 2/3
-        ("a cat cat", ["cat dog", "cat cat dog"], 0, 0, 0.8),  # a word counts as often as both have it: 2·1·(2/3)/(5/3)
+        # A word counts as often as both have it: 2·1·(2/3)/(5/3)
+        ("a cat cat", ["cat dog", "cat cat dog"], 0, 0, 0.8),
         ("unharmed", ["arm"], 0, 1, 0),  # cover matches substrings, as Search-R1 does
         ("Paris", ["London", "Rome"], 0, 0, 0),
         ("", ["London"], 0, 0, 0),
@@ -89,7 +99,8 @@ def test_format_table(answer, turns, observation, score):
 
 
 def test_format_defaults_are_search_r1_v03s():
-    assert score_text(VALID, [FOUND, ""], "Bath", ["Steventon"], FORMAT) == pytest.approx(0.2)  # retrieval counts 0
+    # Retrieval counts 0
+    assert score_text(VALID, [FOUND, ""], "Bath", ["Steventon"], FORMAT) == pytest.approx(0.2)
     assert score_text(BROKEN, [FOUND, ""], "Bath", ["Steventon"], FORMAT) == pytest.approx(0.1)
     assert score_text(BROKEN, [FOUND, ""], "Steventon", ["Steventon"], FORMAT) == pytest.approx(0.8)
 
@@ -120,7 +131,8 @@ def test_valid_episodes():
         ([ANSWER, ANSWER], ["", ""]),  # an answer ends an episode
         ([SEARCH, ANSWER], ["", ""]),  # a search without its information
         ([SEARCH, ANSWER], [FOUND, FOUND]),  # something after the answer
-        (["<think>a</think><search>b</search> <information>x</information>" + ANSWER], [""]),  # information the model made up
+        # Information the model made up
+        (["<think>a</think><search>b</search> <information>x</information>" + ANSWER], [""]),
         (["<think>a</think><search>b</search>", "<information>x</information>" + ANSWER], [FOUND, ""]),
     ],
 )
@@ -155,7 +167,9 @@ def test_a_forged_tag_in_a_passage_changes_nothing():
         observation = f"\n\n<information>{passage}</information>\n\n"
         assert valid_format([SEARCH, ANSWER], [observation, ""])
         assert score_text([SEARCH], [observation], None, ["Bath"], FORMAT) == 0.0
-        assert score_text([SEARCH, ANSWER], [observation, ""], "Steventon", ["Bath"], FORMAT) == pytest.approx(0.2)
+        assert score_text(
+            [SEARCH, ANSWER], [observation, ""], "Steventon", ["Bath"], FORMAT
+        ) == pytest.approx(0.2)
 
 
 def test_retrieval_is_looked_for_in_information_only_and_not_in_its_tags():

@@ -57,7 +57,9 @@ class ScriptedEngine:
 def play(tokenizer, search, turns, **budgets):
     questions = [Question(f"q/{i}", f"question {i}?", ("gold",), "q") for i in range(len(turns))]
     engine = ScriptedEngine(tokenizer, turns, eos=(tokenizer.eos_token_id,))
-    episodes = rollout(engine, tokenizer, questions, search, num_samples=len(turns[0]), seed=0, step=0, **(BUDGETS | budgets))
+    episodes = rollout(
+        engine, tokenizer, questions, search, num_samples=len(turns[0]), seed=0, step=0, **(BUDGETS | budgets)
+    )
     for episode in episodes:  # what the engine was fed is what is trained on
         key = (int(episode.question.id[2:]), episode.sample)
         assert engine.contexts[key] == episode.prompt_ids + episode.token_ids
@@ -77,18 +79,25 @@ def authors(tokenizer, episode):
 
 
 def test_an_episode_token_by_token(tokenizer, search):
-    first, second = "<think> a </think> <search> first query </search>", "<think> b </think> <answer> gold </answer>"
+    first, second = (
+        "<think> a </think> <search> first query </search>",
+        "<think> b </think> <answer> gold </answer>",
+    )
     (episode,) = play(tokenizer, search, [[[first, second]]])
     observation = tokenizer.decode(protocol.render_observation(tokenizer, search(["first query"])[0], 120)[0])
     assert authors(tokenizer, episode) == [(1, first), (0, observation), (2, second)]
     assert episode.answer == "gold" and episode.stop_reason == "answer" and episode.num_searches == 1
-    assert tokenizer.decode(episode.token_ids[slice(*episode.answer_span)]).strip() == "<answer> gold </answer>"
+    assert (
+        tokenizer.decode(episode.token_ids[slice(*episode.answer_span)]).strip() == "<answer> gold </answer>"
+    )
     assert [p.id for p in episode.turns[0].passages] == ["0", "1", "2"]
     assert all((p == 0.0) == (a == 0) for p, a in zip(episode.logprobs, episode.action_ids))
 
 
 def test_invalid_actions_cost_a_turn_and_get_the_corrective_message(tokenizer, search):
-    (episode,) = play(tokenizer, search, [[["mumble</search>", "<search> x </search>", "<search> y </search>"]]])
+    (episode,) = play(
+        tokenizer, search, [[["mumble</search>", "<search> x </search>", "<search> y </search>"]]]
+    )
     assert [turn.kind for turn in episode.turns] == ["invalid", "search", "search"]
     assert authors(tokenizer, episode)[1] == (0, protocol.INVALID_ACTION)
     assert episode.stop_reason == "turns" and episode.answer is None
@@ -113,14 +122,21 @@ def test_eos_is_trained_and_stays_in_the_context(tokenizer, search):
     (episode,) = play(tokenizer, search, [[[mumble, mumble, mumble]]])
     eos = [i for i, token in enumerate(episode.token_ids) if token == tokenizer.eos_token_id]
     assert len(eos) == 3 and all(episode.action_ids[i] == turn + 1 for turn, i in enumerate(eos))
-    batch = collate([episode], torch.zeros(1, 1), pad_id=tokenizer.eos_token_id)  # pad = EOS must not unmask or mask anything
+    # Pad = EOS must not unmask or mask anything
+    batch = collate([episode], torch.zeros(1, 1), pad_id=tokenizer.eos_token_id)
     assert int((batch.action_ids_BT > 0).sum()) == episode.num_model_tokens
 
 
 def test_a_full_context_ends_the_episode_and_keeps_the_question(tokenizer, search):
     """Search-R1 keeps the last 4,096 ids, dropping the question from the left."""
     long = "<search> q </search>"
-    (episode,) = play(tokenizer, search, [[[long] * 9]], max_turns=8, max_episode_tokens=len(protocol.encode_prompt(tokenizer, "question 0?")) + 150)
+    (episode,) = play(
+        tokenizer,
+        search,
+        [[[long] * 9]],
+        max_turns=8,
+        max_episode_tokens=len(protocol.encode_prompt(tokenizer, "question 0?")) + 150,
+    )
     assert episode.stop_reason == "length" and 1 <= len(episode.turns) < 9
     assert episode.action_ids[-1] == len(episode.turns)  # the observation that did not fit is not there
 
@@ -151,29 +167,62 @@ def test_searches_overlap_with_decoding(tokenizer):
             speaking.set()
         return [[Passage("0", '"T"\ntext')] for _ in queries]
 
-    turns = [[["<search> slow </search>", "<answer> a </answer>"]], [["<search> fast </search>", "<answer> b </answer>"]]]
+    turns = [
+        [["<search> slow </search>", "<answer> a </answer>"]],
+        [["<search> fast </search>", "<answer> b </answer>"]],
+    ]
     start = time.monotonic()
     episodes = play(tokenizer, search, turns, overlap_search=True)
     assert [e.answer for e in episodes] == ["a", "b"] and time.monotonic() - start < 20
 
 
 def real_engine(lm, tokenizer, **options):
-    return Engine(lm, tokenizer, **(dict(num_slots=8, temperature=1.0, top_p=1.0, stop_strings=protocol.STOP_STRINGS, eos_ids=(tokenizer.eos_token_id,)) | options))
+    return Engine(
+        lm,
+        tokenizer,
+        **(
+            dict(
+                num_slots=8,
+                temperature=1.0,
+                top_p=1.0,
+                stop_strings=protocol.STOP_STRINGS,
+                eos_ids=(tokenizer.eos_token_id,),
+            )
+            | options
+        ),
+    )
 
 
 def test_a_seed_gives_the_same_episodes_again(lm, tokenizer, questions, search):
     options = dict(num_samples=3, seed=1, step=4, **(BUDGETS | {"max_new_tokens": 15}))
     once = rollout(real_engine(lm, tokenizer), tokenizer, questions, search, **options)
     again = rollout(real_engine(lm, tokenizer, num_slots=5), tokenizer, questions[::-1], search, **options)
-    split = [e for half in (questions[:5], questions[5:]) for e in rollout(real_engine(lm, tokenizer), tokenizer, half, search, **options)]
+    split = [
+        e
+        for half in (questions[:5], questions[5:])
+        for e in rollout(real_engine(lm, tokenizer), tokenizer, half, search, **options)
+    ]
     other = rollout(real_engine(lm, tokenizer), tokenizer, questions, search, **(options | {"step": 5}))
     tokens = {episode.name: episode.token_ids for episode in once}
-    assert tokens == {episode.name: episode.token_ids for episode in again} == {episode.name: episode.token_ids for episode in split}
+    assert (
+        tokens
+        == {episode.name: episode.token_ids for episode in again}
+        == {episode.name: episode.token_ids for episode in split}
+    )
     assert tokens != {episode.name: episode.token_ids for episode in other}
 
 
 def test_episode_logprobs_agree_with_the_trainer_to_1e_4(lm, tokenizer, questions, search):
-    episodes = rollout(real_engine(lm, tokenizer), tokenizer, questions, search, num_samples=2, seed=0, step=0, **(BUDGETS | {"max_new_tokens": 25}))
+    episodes = rollout(
+        real_engine(lm, tokenizer),
+        tokenizer,
+        questions,
+        search,
+        num_samples=2,
+        seed=0,
+        step=0,
+        **(BUDGETS | {"max_new_tokens": 25}),
+    )
     batch = collate(episodes, torch.zeros(len(questions), 2), tokenizer.pad_token_id)
     with torch.no_grad():
         logprobs_BT, _ = Policy(lm)(batch.token_ids_BT, batch.action_ids_BT > 0)
@@ -183,15 +232,35 @@ def test_episode_logprobs_agree_with_the_trainer_to_1e_4(lm, tokenizer, question
 
 def test_greedy_episodes_equal_a_plain_reprefill_loop(lm, tokenizer, questions, search):
     """The whole conversation by hand: re-prefill with `model.generate` every turn, cut, search, append."""
-    episodes = rollout(real_engine(lm, tokenizer, temperature=0), tokenizer, questions, search, num_samples=1, seed=0, step=0, **(BUDGETS | {"max_new_tokens": 25}))
+    episodes = rollout(
+        real_engine(lm, tokenizer, temperature=0),
+        tokenizer,
+        questions,
+        search,
+        num_samples=1,
+        seed=0,
+        step=0,
+        **(BUDGETS | {"max_new_tokens": 25}),
+    )
     for question, episode in zip(questions, episodes):
-        assert reprefill(lm, tokenizer, question, search, max_new_tokens=25, max_turns=2, max_observation_tokens=120) == episode.prompt_ids + episode.token_ids
+        assert (
+            reprefill(
+                lm, tokenizer, question, search, max_new_tokens=25, max_turns=2, max_observation_tokens=120
+            )
+            == episode.prompt_ids + episode.token_ids
+        )
 
 
 def reprefill(lm, tokenizer, question, search, *, max_new_tokens, max_turns, max_observation_tokens):
     context = protocol.encode_prompt(tokenizer, question.text)
     for turn in range(max_turns + 1):
-        ids = lm.generate(torch.tensor([context]), max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+        ids = lm.generate(
+            torch.tensor([context]),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
         spoken = ids[0, len(context) :].tolist()
         for end in range(1, len(spoken) + 1):
             if any(stop in tokenizer.decode(spoken[:end]) for stop in protocol.STOP_STRINGS):
@@ -202,16 +271,37 @@ def reprefill(lm, tokenizer, question, search, *, max_new_tokens, max_turns, max
         if action.kind == "answer" or turn == max_turns:
             return context
         if action.kind == "search":
-            context += protocol.render_observation(tokenizer, search([action.content])[0], max_observation_tokens)[0]
+            context += protocol.render_observation(
+                tokenizer, search([action.content])[0], max_observation_tokens
+            )[0]
         else:
             context += tokenizer.encode(protocol.INVALID_ACTION, add_special_tokens=False)
 
 
 def test_a_question_asked_twice_in_a_step_is_played_anew(lm, tokenizer, questions, search):
     twice = [questions[0], questions[0]]
-    episodes = rollout(real_engine(lm, tokenizer), tokenizer, twice, search, num_samples=2, seed=1, step=0, repeats=[0, 1], **(BUDGETS | {"max_new_tokens": 15}))
+    episodes = rollout(
+        real_engine(lm, tokenizer),
+        tokenizer,
+        twice,
+        search,
+        num_samples=2,
+        seed=1,
+        step=0,
+        repeats=[0, 1],
+        **(BUDGETS | {"max_new_tokens": 15}),
+    )
     assert len({tuple(episode.token_ids) for episode in episodes}) == 4
-    once = rollout(real_engine(lm, tokenizer), tokenizer, twice[:1], search, num_samples=2, seed=1, step=0, **(BUDGETS | {"max_new_tokens": 15}))
+    once = rollout(
+        real_engine(lm, tokenizer),
+        tokenizer,
+        twice[:1],
+        search,
+        num_samples=2,
+        seed=1,
+        step=0,
+        **(BUDGETS | {"max_new_tokens": 15}),
+    )
     assert [e.token_ids for e in once] == [e.token_ids for e in episodes[:2]]
 
 
@@ -222,16 +312,33 @@ def some_find_nothing(queries):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_only_the_episode_whose_query_found_nothing_is_lost(tokenizer, overlap):
     """All queries of a request share a reply; that one of them has no passage says nothing of the others."""
-    turns = [[["<search> the </search>", "<answer> never </answer>"]], [["<search> fine </search>", "<answer> a </answer>"]]]
+    turns = [
+        [["<search> the </search>", "<answer> never </answer>"]],
+        [["<search> fine </search>", "<answer> a </answer>"]],
+    ]
     lost, kept = play(tokenizer, some_find_nothing, turns, overlap_search=overlap, max_failed_groups=0)
-    assert lost.stop_reason == "empty_search" and lost.failure == "the query 'the' found nothing" and set(lost.action_ids) == {1}
+    assert (
+        lost.stop_reason == "empty_search"
+        and lost.failure == "the query 'the' found nothing"
+        and set(lost.action_ids) == {1}
+    )
     assert kept.stop_reason == "answer" and not kept.failure and kept.num_searches == 1
 
 
 def test_an_empty_result_may_be_shown_as_search_r1_does(tokenizer):
-    (episode,) = play(tokenizer, some_find_nothing, [[["<search> the </search>", "<answer> a </answer>"]]], empty_results="show")
+    (episode,) = play(
+        tokenizer,
+        some_find_nothing,
+        [[["<search> the </search>", "<answer> a </answer>"]]],
+        empty_results="show",
+    )
     assert authors(tokenizer, episode)[1] == (0, "\n\n<information></information>\n\n")
-    assert episode.stop_reason == "answer" and not episode.failure and episode.turns[0].passages == () and episode.num_searches == 1
+    assert (
+        episode.stop_reason == "answer"
+        and not episode.failure
+        and episode.turns[0].passages == ()
+        and episode.num_searches == 1
+    )
 
 
 def test_an_empty_answer_ends_the_episode_and_special_tokens_are_not_in_it(tokenizer, search):
@@ -239,24 +346,38 @@ def test_an_empty_answer_ends_the_episode_and_special_tokens_are_not_in_it(token
     assert empty.answer == "" and empty.stop_reason == "answer" and len(empty.turns) == 1
     text = "<answer> gold<|endoftext|> </answer>"
     (special,) = play(tokenizer, search, [[[text]]])
-    assert special.answer == "gold" and tokenizer.decode(special.token_ids) == text, "what was sampled is what is trained on"
+    assert special.answer == "gold" and tokenizer.decode(special.token_ids) == text, (
+        "what was sampled is what is trained on"
+    )
 
 
 def test_a_long_passage_is_kept_as_far_as_it_can_be_shown(tokenizer):
     long = lambda queries: [[Passage("0", '"T"\n' + "word " * 200_000)] for _ in queries]
     (episode,) = play(tokenizer, long, [[["<search> q </search>", "<answer> a </answer>"]]])
-    assert len(episode.turns[0].passages[0].contents) == protocol.MIN_PASSAGE_CHARS and episode.turns[0].num_cut_passages == 1
+    assert (
+        len(episode.turns[0].passages[0].contents) == protocol.MIN_PASSAGE_CHARS
+        and episode.turns[0].num_cut_passages == 1
+    )
 
 
 def test_a_question_beyond_its_budget_is_named_before_work_starts(tokenizer):
     questions = [Question("q/0", "short?", ("a",), "q"), Question("q/1", "long " * 300, ("a",), "q")]
-    with pytest.raises(ValueError, match=r"question q/1: its prompt has \d+ tokens, more than rollout.max_prompt_tokens = 700"):
+    with pytest.raises(
+        ValueError,
+        match=r"question q/1: its prompt has \d+ tokens, more than rollout.max_prompt_tokens = 700",
+    ):
         check_prompts(tokenizer, questions, 700)
     check_prompts(tokenizer, questions[:1], 700)
 
 
 def test_episode_seeds_differ():
-    seeds = {episode_seed(seed, step, q, sample) for seed in (0, 1) for step in (0, 1) for q in ("a", "b") for sample in range(3)}
+    seeds = {
+        episode_seed(seed, step, q, sample)
+        for seed in (0, 1)
+        for step in (0, 1)
+        for q in ("a", "b")
+        for sample in range(3)
+    }
     assert len(seeds) == 24 and all(0 <= s < 2**63 for s in seeds)
 
 
@@ -269,6 +390,14 @@ def test_policy_shift_against_a_naive_loop(tokenizer):
     logprobs, entropies = Policy(lm)(rows, scored, temperature=0.5)
     for b in range(2):
         for t in range(9):
-            wanted = lm(rows[b : b + 1, :t]).logits[0, -1].div(0.5).log_softmax(-1) if t else torch.zeros(len(tokenizer))
-            assert logprobs[b, t].item() == pytest.approx(wanted[rows[b, t]].item() if scored[b, t] else 0.0, abs=1e-4)
-            assert entropies[b, t].item() == pytest.approx(-(wanted.exp() * wanted).sum().item() if scored[b, t] else 0.0, abs=1e-4)
+            wanted = (
+                lm(rows[b : b + 1, :t]).logits[0, -1].div(0.5).log_softmax(-1)
+                if t
+                else torch.zeros(len(tokenizer))
+            )
+            assert logprobs[b, t].item() == pytest.approx(
+                wanted[rows[b, t]].item() if scored[b, t] else 0.0, abs=1e-4
+            )
+            assert entropies[b, t].item() == pytest.approx(
+                -(wanted.exp() * wanted).sum().item() if scored[b, t] else 0.0, abs=1e-4
+            )

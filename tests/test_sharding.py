@@ -1,4 +1,5 @@
-"""FSDP2 and DDP of two processes against one process: gradients, whole runs, checkpoints; all in one launched group (tests/sharded.py)."""
+"""FSDP2 and DDP of two processes against one process: gradients, whole runs, checkpoints; all in one launched
+group (tests/sharded.py)."""
 
 import json
 import os
@@ -20,7 +21,12 @@ from lld import checkpoint, config, sharding
 from lld.evaluate import evaluate_questions
 from lld.update import micro_batches, plan_updates
 
-LAUNCH = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file", str(ROOT / "configs" / "accelerate" / "cpu-2.yaml")]
+LAUNCH = [
+    str(Path(sys.executable).parent / "accelerate"),
+    "launch",
+    "--config_file",
+    str(ROOT / "configs" / "accelerate" / "cpu-2.yaml"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +37,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(folder):
-    """What two processes found, and in `folder` the runs they made, besides one that this process makes alone."""
+    """What two processes found, and in `folder` the runs they made, besides one that this process makes
+    alone."""
     with pytest.MonkeyPatch.context() as patch:
         draw_nothing(patch)
         assert train.main(["--config", str(small(folder, "alone"))]) == 0
@@ -39,9 +46,17 @@ def found(folder):
             small(folder, name)
         small(folder, "idle", num_questions=1)
         begun_elsewhere(folder, "alone", "one_to_two")
-        done = subprocess.run([*LAUNCH, str(ROOT / "tests" / "sharded.py"), str(folder)], capture_output=True, text=True, timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        done = subprocess.run(
+            [*LAUNCH, str(ROOT / "tests" / "sharded.py"), str(folder)],
+            capture_output=True,
+            text=True,
+            timeout=600,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
         assert done.returncode == 0, done.stderr[-4000:]
-        assert train.main(["--config", str(begun_elsewhere(folder, "sharded", "two_to_one")), "--resume"]) == 0
+        assert (
+            train.main(["--config", str(begun_elsewhere(folder, "sharded", "two_to_one")), "--resume"]) == 0
+        )
     return torch.load(folder / "found.pt", weights_only=True)
 
 
@@ -57,7 +72,8 @@ def relative(a, b):
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pytest.mark.parametrize("case", ["ragged", "tied", "idle"])
 def test_three_steps_have_the_gradients_of_one_process(found, alone, case, kind):
-    """Criterion 1 asks for 1e-5 of the norm. Ranks with unequal micro-batches, or with no rows at all, do not hang."""
+    """Criterion 1 asks for 1e-5 of the norm. Ranks with unequal micro-batches, or with no rows at all, do not
+    hang."""
     two, one = found[f"{case}, {kind}"], alone[case]
     assert found["processes"] == 2 and len(two["gradients"]) == len(one["gradients"]) == 3
     assert max(relative(a, b) for a, b in zip(two["gradients"], one["gradients"])) < 1e-5
@@ -72,18 +88,24 @@ def test_the_cases_are_what_they_say():
         episodes = make_episodes(3 * len(CASES[case][0]), len(make_tokenizer()))
         plan = plan_updates([len(episode.token_ids) for episode in episodes], 3, 2)
         batch = train.collate(episodes, torch.tensor(CASES[case][0]), 0)
-        assert {tuple(len(micro_batches(share, batch, config.Optim(micro_batch_size=1))) for share in shares) for shares in plan} <= counts
+        assert {
+            tuple(len(micro_batches(share, batch, config.Optim(micro_batch_size=1))) for share in shares)
+            for shares in plan
+        } <= counts
     assert not torch.tensor(CASES["no signal"][0]).any() and torch.tensor(SPREAD).any()
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_groups_without_advantage_give_no_gradient_and_do_not_hang(found, kind):
     two = found[f"no signal, {kind}"]
-    assert not any(gradient.any() for gradient in two["gradients"]) and torch.equal(two["old_BT"], two["final_BT"])
+    assert not any(gradient.any() for gradient in two["gradients"]) and torch.equal(
+        two["old_BT"], two["final_BT"]
+    )
 
 
 def test_a_process_holds_one_whole_model_at_a_time(found):
-    """Policy, reference and anchor are opened one after the other: 4 bytes a parameter of CPU memory, not 12."""
+    """Policy, reference and anchor are opened one after the other: 4 bytes a parameter of CPU memory, not
+    12."""
     assert found["opened"] == [1, 1, 1]
 
 
@@ -99,15 +121,20 @@ def test_bf16_computes_in_bf16_on_float32_shards(found):
 def test_the_checkpoint_opens_and_holds_every_shard(found, folder):
     saved = folder / "unit" / "checkpoints" / "step_000001"
     checkpoint.check(saved)
-    assert {"shard_00000-of-00002.pt", "shard_00001-of-00002.pt"} <= set(json.loads((saved / "manifest.json").read_text())["files"])
+    assert {"shard_00000-of-00002.pt", "shard_00001-of-00002.pt"} <= set(
+        json.loads((saved / "manifest.json").read_text())["files"]
+    )
     lm = AutoModelForCausalLM.from_pretrained(saved)
     assert lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
     weights = found["checkpoint"]["copy"]
-    assert {name for name, _ in lm.named_parameters()} == weights.keys() and all(torch.equal(weight, weights[name]) for name, weight in lm.named_parameters())
+    assert {name for name, _ in lm.named_parameters()} == weights.keys() and all(
+        torch.equal(weight, weights[name]) for name, weight in lm.named_parameters()
+    )
 
 
 def test_optimizer_shards_resume_bit_for_bit_and_join_to_a_whole(found, folder):
-    """On two processes the next step is the same to the bit; one process gets the same moments in one piece."""
+    """On two processes the next step is the same to the bit; one process gets the same moments in one
+    piece."""
     unit = found["checkpoint"]
     assert all(torch.equal(unit["again"][name], weight) for name, weight in unit["second"].items())
     lm = new_lm("tied")
@@ -116,7 +143,9 @@ def test_optimizer_shards_resume_bit_for_bit_and_join_to_a_whole(found, folder):
     sharding.load_optimizer(optimizer, [part["optimizer"] for part in state["parts"]])
     for index, entries in optimizer.state_dict()["state"].items():
         for name, value in entries.items():
-            assert torch.equal(value, unit["moments"][index][name]) and (value.dim() == 0 or value.abs().sum() > 0)
+            assert torch.equal(value, unit["moments"][index][name]) and (
+                value.dim() == 0 or value.abs().sum() > 0
+            )
 
 
 def test_the_optimizer_waits_on_the_cpu(found):
@@ -130,41 +159,84 @@ def test_a_process_that_cannot_write_its_shard_leaves_no_checkpoint_on_any(found
 
 
 def weights_of(folder: Path) -> torch.Tensor:
-    return torch.cat([w.detach().flatten() for w in AutoModelForCausalLM.from_pretrained(folder).parameters()])
+    return torch.cat(
+        [w.detach().flatten() for w in AutoModelForCausalLM.from_pretrained(folder).parameters()]
+    )
 
 
 @pytest.mark.parametrize("name", ["sharded", "ddp", "one_to_two", "two_to_one"])
 def test_whole_runs_end_where_one_process_does(found, folder, name):
-    """Steps with rollouts, played, trained and evaluated on two processes, or begun on one and continued on two, or the other way round.
+    """Steps with rollouts, played, trained and evaluated on two processes, or begun on one and continued on
+    two, or the other way round.
 
-    Seeds belong to questions, so until rounding tips a first sample the runs are the same one; these are short enough.
+    Seeds belong to questions, so until rounding tips a first sample the runs are the same one; these are
+    short enough.
     """
-    assert {run: code for run, code in found["codes"].items() if run != "boxed"} == dict.fromkeys(("sharded", "resumed", "one_to_two", "idle", "ddp"), 0)
+    assert {run: code for run, code in found["codes"].items() if run != "boxed"} == dict.fromkeys(
+        ("sharded", "resumed", "one_to_two", "idle", "ddp"), 0
+    )
     last = f"checkpoints/step_{STEPS:06d}"
     begun, ended = weights_of(folder / "world" / "policy"), weights_of(folder / "alone" / last)
     assert float((weights_of(folder / name / last) - ended).norm() / (ended - begun).norm()) < 1e-3
     for two, one in zip(rows(folder / name), rows(folder / "alone"), strict=True):
         assert two.keys() == one.keys()
-        for key in ("reward/mean", "response_tokens", "searches", "entropy", "likelihood/incorrect_old", "loss/lld", "grad_norm", "final/displacement/all", "eval/tiny/em"):
-            assert key not in one or two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), (two["step"], key)
+        for key in (
+            "reward/mean",
+            "response_tokens",
+            "searches",
+            "entropy",
+            "likelihood/incorrect_old",
+            "loss/lld",
+            "grad_norm",
+            "final/displacement/all",
+            "eval/tiny/em",
+        ):
+            assert key not in one or two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), (
+                two["step"],
+                key,
+            )
         assert two["sampler_gap/max"] < 1e-4
 
 
 def test_a_sharded_run_resumes_bit_for_bit_on_as_many_processes(found, folder):
     last = f"checkpoints/step_{STEPS:06d}"
-    for name in ("metrics.jsonl", "updates.jsonl", f"{last}/model.safetensors", f"{last}/trainer_state.pt", f"{last}/shard_00000-of-00002.pt", f"{last}/shard_00001-of-00002.pt"):
+    for name in (
+        "metrics.jsonl",
+        "updates.jsonl",
+        f"{last}/model.safetensors",
+        f"{last}/trainer_state.pt",
+        f"{last}/shard_00000-of-00002.pt",
+        f"{last}/shard_00001-of-00002.pt",
+    ):
         assert (folder / "resumed" / name).read_bytes() == (folder / "sharded" / name).read_bytes(), name
 
 
 def test_a_checkpoint_of_shards_evaluates_identically(found, folder):
-    """Criterion 6: `from_pretrained` opens what FSDP2 wrote; on the held-out questions it plays the very episodes the sharded run logged."""
+    """Criterion 6: `from_pretrained` opens what FSDP2 wrote; on the held-out questions it plays the very
+    episodes the sharded run logged."""
     last = folder / "sharded" / "checkpoints" / f"step_{STEPS:06d}"
     cfg = config.load(str(folder / "sharded.yaml"))
-    tokenizer, lm = train.load_tokenizer(cfg.model), AutoModelForCausalLM.from_pretrained(last, attn_implementation="lld").eval()
-    engine = train.Engine(lm, tokenizer, num_slots=8, temperature=cfg.eval.temperature, top_p=1.0, stop_strings=train.protocol.STOP_STRINGS, eos_ids=train.eos_ids(lm, tokenizer))
+    tokenizer, lm = (
+        train.load_tokenizer(cfg.model),
+        AutoModelForCausalLM.from_pretrained(last, attn_implementation="lld").eval(),
+    )
+    engine = train.Engine(
+        lm,
+        tokenizer,
+        num_slots=8,
+        temperature=cfg.eval.temperature,
+        top_p=1.0,
+        stop_strings=train.protocol.STOP_STRINGS,
+        eos_ids=train.eos_ids(lm, tokenizer),
+    )
     _, held_out, search = train.open_world(cfg, tokenizer)
     records = evaluate_questions(engine, tokenizer, held_out["tiny"], search, cfg, seed=cfg.run.seed)
-    logged = [json.loads(line) for line in (folder / "sharded" / "eval" / "tiny" / f"step_{STEPS:06d}.jsonl").read_text().splitlines()]
+    logged = [
+        json.loads(line)
+        for line in (folder / "sharded" / "eval" / "tiny" / f"step_{STEPS:06d}.jsonl")
+        .read_text()
+        .splitlines()
+    ]
     assert len(logged) == 4 and json.loads(json.dumps(records)) == logged
 
 
@@ -174,7 +246,12 @@ def test_a_process_without_questions_does_not_hang_the_other(found, folder):
 
 def test_what_cannot_be_sharded_is_refused(found, folder, capsys, monkeypatch):
     assert found["codes"]["boxed"] == 2 and not (folder / "boxed").exists()
-    for name, version, message in (("FSDP", "1", "fsdp_version: 2"), ("FSDP", "2", "fsdp_offload_params: true"), ("DEEPSPEED", "1", "FSDP2 shards the same things as ZeRO-3"), ("MEGATRON_LM", "1", "use_megatron_lm")):
+    for name, version, message in (
+        ("FSDP", "1", "fsdp_version: 2"),
+        ("FSDP", "2", "fsdp_offload_params: true"),
+        ("DEEPSPEED", "1", "FSDP2 shards the same things as ZeRO-3"),
+        ("MEGATRON_LM", "1", "use_megatron_lm"),
+    ):
         with monkeypatch.context() as patch:
             patch.setenv(f"ACCELERATE_USE_{name}", "true")
             patch.setenv("FSDP_VERSION", version)
@@ -183,9 +260,12 @@ def test_what_cannot_be_sharded_is_refused(found, folder, capsys, monkeypatch):
     assert not (folder / "refused").exists()
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs" / "accelerate").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_accelerate_reads_its_configurations(path, monkeypatch):
-    """As `accelerate launch --config_file` does; what the launcher puts into the environment passes train.py's check."""
+    """As `accelerate launch --config_file` does; what the launcher puts into the environment passes
+    train.py's check."""
     from accelerate.commands.config.config_args import load_config_from_file
 
     read, tree = load_config_from_file(str(path)), yaml.safe_load(path.read_text())

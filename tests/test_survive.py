@@ -1,4 +1,5 @@
-"""Long runs: signals, the watchdog, full disks, numbers that are not finite, hostile checkpoints. Each fault ends or continues as the table of docs/long-runs.md says."""
+"""Long runs: signals, the watchdog, full disks, numbers that are not finite, hostile checkpoints. Each fault
+ends or continues as the table of docs/long-runs.md says."""
 
 import builtins
 import json
@@ -29,8 +30,14 @@ STEPS = 4
 
 def small(folder: Path, name: str, **changes) -> Path:
     """A run of 4 steps with an evaluation and a checkpoint after every second one."""
-    tree = {"run": {"steps": STEPS, "save_every": 2}, "eval": {"every": 2, "max_questions": 3}, "rollout": {"num_questions": 2, "group_size": 4, "max_new_tokens": 24, "num_slots": 8}}
-    tree = {section: tree.get(section, {}) | changes.get(section, {}) for section in tree.keys() | changes.keys()}
+    tree = {
+        "run": {"steps": STEPS, "save_every": 2},
+        "eval": {"every": 2, "max_questions": 3},
+        "rollout": {"num_questions": 2, "group_size": 4, "max_new_tokens": 24, "num_slots": 8},
+    }
+    tree = {
+        section: tree.get(section, {}) | changes.get(section, {}) for section in tree.keys() | changes.keys()
+    }
     return write_config(folder, name, **(tree | {"run": tree["run"] | {"dir": str(folder / name)}}))
 
 
@@ -50,7 +57,15 @@ def undisturbed(folder):
 def same(run_dir: Path, undisturbed: Path) -> bool:
     """Whether the logs and the last checkpoint's weights and optimizer are equal, bit for bit."""
     last = f"checkpoints/step_{STEPS:06d}"
-    return all((run_dir / name).read_bytes() == (undisturbed / name).read_bytes() for name in ("metrics.jsonl", "updates.jsonl", f"{last}/model.safetensors", f"{last}/trainer_state.pt"))
+    return all(
+        (run_dir / name).read_bytes() == (undisturbed / name).read_bytes()
+        for name in (
+            "metrics.jsonl",
+            "updates.jsonl",
+            f"{last}/model.safetensors",
+            f"{last}/trainer_state.pt",
+        )
+    )
 
 
 def on_visit(patch, where: str, visit: int, do) -> None:
@@ -66,22 +81,35 @@ def on_visit(patch, where: str, visit: int, do) -> None:
     patch.setattr(train, where, wrapped)
 
 
-@pytest.mark.parametrize("where, visit, number, saved, logged", [
-    ("play", 2, signal.SIGTERM, 1, 1),  # the second rollout is dropped
-    ("learn", 2, signal.SIGINT, 2, 2),  # the second update is finished; the evaluation after it is made up on resuming
-    ("evaluate", 1, signal.SIGTERM, 0, 0),  # the evaluation at the start
-    ("save", 1, signal.SIGTERM, 2, 2),  # the checkpoint is finished; the next rollout is not begun
-])  # fmt: skip
-def test_a_signal_ends_the_run_with_a_checkpoint_and_nothing_is_lost(folder, undisturbed, capsys, monkeypatch, where, visit, number, saved, logged):
+@pytest.mark.parametrize(
+    "where, visit, number, saved, logged",
+    [
+        ("play", 2, signal.SIGTERM, 1, 1),  # the second rollout is dropped
+        # The second update is finished; the evaluation after it is made up on resuming
+        ("learn", 2, signal.SIGINT, 2, 2),
+        ("evaluate", 1, signal.SIGTERM, 0, 0),  # the evaluation at the start
+        ("save", 1, signal.SIGTERM, 2, 2),  # the checkpoint is finished; the next rollout is not begun
+    ],
+)
+def test_a_signal_ends_the_run_with_a_checkpoint_and_nothing_is_lost(
+    folder, undisturbed, capsys, monkeypatch, where, visit, number, saved, logged
+):
     name = f"{where}_{number.name}"
     config = small(folder, name)
     with monkeypatch.context() as patch:
         on_visit(patch, where, visit, lambda: os.kill(os.getpid(), number))
         message = refused(capsys, config, code=5)
-    assert f"{number.name} received" in message and f"stopped by {number.name}, as asked. Saved" in message and "continue with --resume" in message
+    assert (
+        f"{number.name} received" in message
+        and f"stopped by {number.name}, as asked. Saved" in message
+        and "continue with --resume" in message
+    )
     assert checkpoint.latest(folder / name) == checkpoint.folder_of(folder / name, saved)
     assert len(rows(folder / name)) == logged if logged else not (folder / name / "metrics.jsonl").exists()
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    assert (
+        signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        and signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    )
     assert train.main(["--config", str(config), "--resume"]) == 0
     assert same(folder / name, undisturbed)
 
@@ -93,7 +121,8 @@ class Alone:
 
 
 def test_a_second_signal_is_not_caught(tmp_path):
-    guard, before = survive.Guard(), signal.getsignal(signal.SIGINT)  # a background job of a shell ignores SIGINT
+    # A background job of a shell ignores SIGINT
+    guard, before = survive.Guard(), signal.getsignal(signal.SIGINT)
     guard.prepare()
     guard.watch(tmp_path, Alone, 0.0)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -105,7 +134,10 @@ def test_a_second_signal_is_not_caught(tmp_path):
 
 def test_a_hangup_stops_the_run_like_sigterm_unless_nohup_ignores_it(tmp_path):
     for ignored in (False, True):
-        guard, before = survive.Guard(), signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+        guard, before = (
+            survive.Guard(),
+            signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL),
+        )
         guard.prepare()
         guard.watch(tmp_path, Alone, 0.0)
         os.kill(os.getpid(), signal.SIGHUP)
@@ -114,9 +146,14 @@ def test_a_hangup_stops_the_run_like_sigterm_unless_nohup_ignores_it(tmp_path):
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize("phase, what", [
-    ("rollout", "is dropped and will be repeated, then the run stops with a checkpoint"), ("logs", "the step is logged, then the run stops"), ("report", "the report is finished. A second"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "phase, what",
+    [
+        ("rollout", "is dropped and will be repeated, then the run stops with a checkpoint"),
+        ("logs", "the step is logged, then the run stops"),
+        ("report", "the report is finished. A second"),
+    ],
+)
 def test_a_signal_says_what_becomes_of_the_phase_it_comes_in(tmp_path, capsys, phase, what):
     guard = survive.Guard()
     guard.prepare()
@@ -131,7 +168,10 @@ def test_a_signal_says_what_becomes_of_the_phase_it_comes_in(tmp_path, capsys, p
 def test_a_signal_while_the_world_is_made_ends_in_one_line(folder, capsys, monkeypatch, number):
     monkeypatch.setattr(train.tinyworld, "prepare", lambda *_: (os.kill(os.getpid(), number), time.sleep(5)))
     message = refused(capsys, small(folder, "early_signal"), code=5)
-    assert f"{number.name} received while the run was prepared: nothing was trained" in message and "Traceback" not in message
+    assert (
+        f"{number.name} received while the run was prepared: nothing was trained" in message
+        and "Traceback" not in message
+    )
     assert not (folder / "early_signal").exists()
 
 
@@ -140,7 +180,10 @@ def test_a_folder_in_use_is_refused_with_who_uses_it(folder, undisturbed, capsys
     config = small(folder, "used")
     held = lock.take(folder / "used")
     message = refused(capsys, config)
-    assert f"is in use by process {os.getpid()} on {socket.gethostname()} (rank 0, since 20" in message and "or choose another run.dir" in message
+    assert (
+        f"is in use by process {os.getpid()} on {socket.gethostname()} (rank 0, since 20" in message
+        and "or choose another run.dir" in message
+    )
     held.release()
     assert not (folder / "used").exists()  # nothing is left of a run that never began
     shutil.copytree(undisturbed, folder / "used")
@@ -156,13 +199,28 @@ def test_a_folder_in_use_is_refused_with_who_uses_it(folder, undisturbed, capsys
 
 def test_a_replay_of_a_box_in_use_is_refused(tmp_path, monkeypatch, capsys):
     held = lock.take(tmp_path / "box" / "replays" / "unchanged")
-    monkeypatch.setattr(train.crashbox, "replay_options", lambda box, overrides: config.with_overrides({}, [f"run.dir={box}/replays/unchanged"]))
+    monkeypatch.setattr(
+        train.crashbox,
+        "replay_options",
+        lambda box, overrides: config.with_overrides({}, [f"run.dir={box}/replays/unchanged"]),
+    )
     assert train.main(["--replay", str(tmp_path / "box")]) == 2 and "is in use by" in capsys.readouterr().err
     held.release()
 
 
 def test_the_lock_goes_with_a_killed_process(tmp_path):
-    child = subprocess.Popen([sys.executable, "-c", f"import time; from pathlib import Path; from lld import lock; held = lock.take(Path({str(tmp_path)!r})); print('held', flush=True); time.sleep(60)"], stdout=subprocess.PIPE, cwd=ROOT)
+    child = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            (
+                "import time; from pathlib import Path; from lld import lock; held = "
+                f"lock.take(Path({str(tmp_path)!r})); print('held', flush=True); time.sleep(60)"
+            ),
+        ],
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+    )
     assert child.stdout.readline() == b"held\n"
     with pytest.raises(ValueError, match=f"in use by process {child.pid} on"):
         lock.take(tmp_path)
@@ -182,7 +240,13 @@ def test_only_a_launcher_is_a_parent_to_follow(tmp_path):
     clean = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
     for name, follows in (("torchrun", True), ("accelerate", True), ("sweep.py", False)):
         (tmp_path / name).write_text(PARENT)
-        done = subprocess.run([sys.executable, str(tmp_path / name)], capture_output=True, text=True, cwd=ROOT, env=clean | {"LOCAL_RANK": "0"})
+        done = subprocess.run(
+            [sys.executable, str(tmp_path / name)],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env=clean | {"LOCAL_RANK": "0"},
+        )
         assert done.stdout.strip() == str(follows), done.stderr
 
 
@@ -242,7 +306,9 @@ def test_a_closed_console_loses_no_step(tmp_path):
 
 
 def test_options_may_stand_on_both_sides_of_a_flag(folder, capsys):
-    assert "run.steps was" not in refused(capsys, folder / "nowhere.yaml", "run.steps=3", "--resume", "run.seed=3")
+    assert "run.steps was" not in refused(
+        capsys, folder / "nowhere.yaml", "run.steps=3", "--resume", "run.seed=3"
+    )
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -265,8 +331,13 @@ def test_the_watchdog_names_rank_phase_and_stacks_and_saves_what_stands(tmp_path
     assert json.loads((tmp_path / "heartbeat.json").read_text())["phase"] == "rollout"
     guard.close()
     message = capsys.readouterr().err
-    assert "rank 0 has shown no sign of life for 3 s (run.watchdog_s) in phase 'rollout' of step 3" in message and "Saved" in message and "step_000003; continue with --resume" in message
-    assert "test_the_watchdog_names_rank" in (tmp_path / "watchdog-rank0.txt").read_text()  # the stack of the thread that slept
+    assert (
+        "rank 0 has shown no sign of life for 3 s (run.watchdog_s) in phase 'rollout' of step 3" in message
+        and "Saved" in message
+        and "step_000003; continue with --resume" in message
+    )
+    # The stack of the thread that slept
+    assert "test_the_watchdog_names_rank" in (tmp_path / "watchdog-rank0.txt").read_text()
 
 
 class Second:
@@ -286,14 +357,20 @@ def test_a_process_that_has_played_its_share_waits_for_the_others_and_names_them
     tick(2)
     assert guard.now == (survive.WAITING, 3)
     (tmp_path / "heartbeat-rank2.json").write_text("{}")  # an earlier launch had three processes
-    (tmp_path / "heartbeat.json").write_text(json.dumps({"rank": 0, "phase": "rollout", "step": 3, "time": "now"}))
+    (tmp_path / "heartbeat.json").write_text(
+        json.dumps({"rank": 0, "phase": "rollout", "step": 3, "time": "now"})
+    )
     assert guard._others() == "; rank 0 is in phase 'rollout' of step 3 since now"
     guard.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("phase, age_s, code", [("update", 0, survive.PEER), ("done", 0, None), ("update", 1000, None)])
-def test_a_process_of_this_machine_that_is_gone_is_noticed_where_no_collective_fails(tmp_path, capsys, monkeypatch, phase, age_s, code):
+@pytest.mark.parametrize(
+    "phase, age_s, code", [("update", 0, survive.PEER), ("done", 0, None), ("update", 1000, None)]
+)
+def test_a_process_of_this_machine_that_is_gone_is_noticed_where_no_collective_fails(
+    tmp_path, capsys, monkeypatch, phase, age_s, code
+):
     """With NCCL a collective just waits. One that ended in order, or an earlier launch's, is not missed."""
     codes, ended, guard = [], threading.Event(), survive.Guard()
 
@@ -307,7 +384,11 @@ def test_a_process_of_this_machine_that_is_gone_is_noticed_where_no_collective_f
         os._exit(0)
     os.waitpid(child, 0)
     path = tmp_path / "heartbeat.json"
-    path.write_text(json.dumps({"rank": 0, "pid": child, "host": socket.gethostname(), "phase": phase, "step": 3, "time": "now"}))
+    path.write_text(
+        json.dumps(
+            {"rank": 0, "pid": child, "host": socket.gethostname(), "phase": phase, "step": 3, "time": "now"}
+        )
+    )
     os.utime(path, (time.time() + 1 - age_s,) * 2)
     monkeypatch.setattr(survive.os, "_exit", end_thread)
     monkeypatch.setattr(survive, "GRACE_S", 0.1)
@@ -316,7 +397,11 @@ def test_a_process_of_this_machine_that_is_gone_is_noticed_where_no_collective_f
     assert ended.wait(30 if code else 1.2) == (code is not None) and codes[:1] == ([code] if code else [])
     guard.close()
     if code:
-        assert f"rank 1: rank 0 (process {child}, in phase 'update' of step 3) is gone" in (message := capsys.readouterr().err) and "step_000003; continue with --resume" in message
+        assert (
+            f"rank 1: rank 0 (process {child}, in phase 'update' of step 3) is gone"
+            in (message := capsys.readouterr().err)
+            and "step_000003; continue with --resume" in message
+        )
 
 
 def test_the_heartbeat_says_how_fast_and_how_long(undisturbed, tmp_path, capsys):
@@ -325,7 +410,9 @@ def test_the_heartbeat_says_how_fast_and_how_long(undisturbed, tmp_path, capsys)
     guard.beat(9, 100, 2.0, 5000, 0.25)
     guard.beat(10, 100, 4.0, 5000, 0.25)
     told = json.loads((tmp_path / "heartbeat.json").read_text())
-    assert (told["step_s"], told["tokens_per_s"], told["eta_s"]) == (4.0, 1250.0, 3.0 * 89) and told["memory_gb"] > 0
+    assert (told["step_s"], told["tokens_per_s"], told["eta_s"]) == (4.0, 1250.0, 3.0 * 89) and told[
+        "memory_gb"
+    ] > 0
     assert capsys.readouterr().out.count("tokens/s") == 1  # at most a line a minute
     last = json.loads((undisturbed / "heartbeat.json").read_text())
     assert last["step"] == STEPS - 1 and last["eta_s"] == 0.0 and last["phase"] == "done"
@@ -337,7 +424,9 @@ def limit_files(num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [100_000, 500_000], ids=["weights", "optimizer"])
-def test_a_disk_that_is_full_while_a_checkpoint_is_written_loses_no_older_one(folder, undisturbed, capsys, monkeypatch, num_bytes):
+def test_a_disk_that_is_full_while_a_checkpoint_is_written_loses_no_older_one(
+    folder, undisturbed, capsys, monkeypatch, num_bytes
+):
     name = f"full_{num_bytes}"
     config = small(folder, name)
     try:
@@ -347,7 +436,10 @@ def test_a_disk_that_is_full_while_a_checkpoint_is_written_loses_no_older_one(fo
     finally:
         limit_files(resource.RLIM_INFINITY)
     good = checkpoint.folder_of(folder / name, 2)
-    assert "step_000004 could not be written" in message and f"The last good checkpoint is {good}, and it is untouched: make room" in message
+    assert (
+        "step_000004 could not be written" in message
+        and f"The last good checkpoint is {good}, and it is untouched: make room" in message
+    )
     checkpoint.check(good)
     assert sorted(path.name for path in good.parent.iterdir()) == ["step_000002"]
     assert train.main(["--config", str(config), "--resume"]) == 0 and same(folder / name, undisturbed)
@@ -373,8 +465,11 @@ def test_a_disk_that_is_full_while_the_log_is_written_ends_the_run(folder, undis
 def test_a_folder_that_cannot_be_written_is_named(folder, capsys, monkeypatch):
     """Before any work where it is so from the start; with the last good checkpoint where it becomes so."""
     (folder / "plain").write_text("")
-    assert "plain is a file, not a folder" in refused(capsys, small(folder, "a"), f"run.dir={folder}/plain/run")
-    with monkeypatch.context() as patch:  # os.access, because root may write everywhere but on a file system mounted read-only
+    assert "plain is a file, not a folder" in refused(
+        capsys, small(folder, "a"), f"run.dir={folder}/plain/run"
+    )
+    # os.access, because root may write everywhere but on a file system mounted read-only
+    with monkeypatch.context() as patch:
         patch.setattr(checkpoint.os, "access", lambda path, mode: False)
         assert "is read-only, or not yours to write to" in refused(capsys, small(folder, "b"))
     assert not (folder / "b").exists()
@@ -392,7 +487,10 @@ def test_a_folder_that_cannot_be_written_is_named(folder, capsys, monkeypatch):
 
 
 def test_without_a_checkpoint_none_is_called_untouched_and_the_advice_can_be_followed(tmp_path):
-    assert train.after_disk(tmp_path, False) == "There is no checkpoint yet: make room or mend the folder's permissions, then start the run again."
+    assert (
+        train.after_disk(tmp_path, False)
+        == "There is no checkpoint yet: make room or mend the folder's permissions, then start the run again."
+    )
     (tmp_path / "config.yaml").write_text("")
     assert "then continue with --resume" in train.after_disk(tmp_path, False)
 
@@ -418,20 +516,35 @@ def test_a_gradient_that_is_not_finite_skips_its_update_and_the_run_goes_on(fold
     assert [row["skipped_updates"] for row in rows(folder / "poisoned")] == [1, 0, 0, 0]
     assert "step skipped. Episodes with a non-finite loss: " in capsys.readouterr().out
     state = torch.load(checkpoint.latest(folder / "poisoned") / "trainer_state.pt", weights_only=True)
-    assert all(moment.isfinite().all() for moments in state["optimizer"]["state"].values() for moment in moments.values())
+    assert all(
+        moment.isfinite().all()
+        for moments in state["optimizer"]["state"].values()
+        for moment in moments.values()
+    )
 
 
 @pytest.mark.parametrize("what", ["loss", "logprobs"])
-def test_a_run_whose_every_gradient_is_not_finite_ends_before_it_wastes_days(folder, capsys, monkeypatch, what):
+def test_a_run_whose_every_gradient_is_not_finite_ends_before_it_wastes_days(
+    folder, capsys, monkeypatch, what
+):
     nan = float("nan")
     if what == "loss":
         original = train.update_policy.__globals__["loss_of"]
-        monkeypatch.setitem(train.update_policy.__globals__, "loss_of", lambda *args, **kwargs: (original(*args, **kwargs)[0] * nan, original(*args, **kwargs)[1]))
+        monkeypatch.setitem(
+            train.update_policy.__globals__,
+            "loss_of",
+            lambda *args, **kwargs: (original(*args, **kwargs)[0] * nan, original(*args, **kwargs)[1]),
+        )
     else:  # nothing is left that entropy or a likelihood could be the mean of
         forward = train.Policy.forward
-        monkeypatch.setattr(train.Policy, "forward", lambda *args: tuple(values_BT * nan for values_BT in forward(*args)))
+        monkeypatch.setattr(
+            train.Policy, "forward", lambda *args: tuple(values_BT * nan for values_BT in forward(*args))
+        )
     message = refused(capsys, small(folder, f"hopeless_{what}", eval={"every": 0}), code=6)
-    assert "step 2: no update could be made in 3 steps: every gradient was not finite" in message and "There is no good checkpoint" in message
+    assert (
+        "step 2: no update could be made in 3 steps: every gradient was not finite" in message
+        and "There is no good checkpoint" in message
+    )
     assert checkpoint.latest(folder / f"hopeless_{what}") is None  # none is saved while no update can be made
 
 
@@ -448,12 +561,21 @@ def test_weights_that_are_not_finite_are_never_saved(folder, capsys, monkeypatch
     monkeypatch.setattr(train, "learn", break_weights)
     message = refused(capsys, small(folder, "broken", eval={"every": 0}), code=6)
     good = checkpoint.folder_of(folder / "broken", 2)
-    assert "step 3: weights are not finite after the update (model.embed_tokens.weight). No checkpoint was written." in message and f"The last good checkpoint is {good}" in message
+    assert (
+        "step 3: weights are not finite after the update (model.embed_tokens.weight). No checkpoint was "
+        "written."
+        in message
+        and f"The last good checkpoint is {good}" in message
+    )
     assert checkpoint.latest(folder / "broken") == good
     checkpoint.check(good)
 
 
-@pytest.mark.parametrize("how, reason", [("gone", "ConnectError"), ("slow", "no reply within 0.3 s"), ("html", "JSON"), ("short", "results for")])  # an empty list is an answer: tests/test_faults.py
+# An empty list is an answer: tests/test_faults.py
+@pytest.mark.parametrize(
+    "how, reason",
+    [("gone", "ConnectError"), ("slow", "no reply within 0.3 s"), ("html", "JSON"), ("short", "results for")],
+)
 def test_a_retriever_that_goes_slows_or_lies_ends_the_run_with_a_checkpoint(folder, capsys, how, reason):
     class Faulty(Failing):
         def do_POST(self):
@@ -479,8 +601,22 @@ def test_a_retriever_that_goes_slows_or_lies_ends_the_run_with_a_checkpoint(fold
     server.handle_error = lambda *_: None
     threading.Thread(target=server.serve_forever, daemon=True).start()
     name = f"retriever_{how}"
-    retriever = {"url": f"http://127.0.0.1:{server.server_port}", "retries": 1, "timeout_s": 0.3 if how == "slow" else 5}
-    message = refused(capsys, small(folder, name, retriever=retriever, eval={"every": 0}, rollout={"num_questions": 4, "group_size": 3}), code=3)
+    retriever = {
+        "url": f"http://127.0.0.1:{server.server_port}",
+        "retries": 1,
+        "timeout_s": 0.3 if how == "slow" else 5,
+    }
+    message = refused(
+        capsys,
+        small(
+            folder,
+            name,
+            retriever=retriever,
+            eval={"every": 0},
+            rollout={"num_questions": 4, "group_size": 3},
+        ),
+        code=3,
+    )
     server.shutdown()
     assert reason in message and "Nothing was trained on the failed search. Saved" in message
     logged = len(rows(folder / name)) if (folder / name / "metrics.jsonl").exists() else 0
@@ -502,36 +638,72 @@ def blow_up(patch, step: int) -> None:
 
 @pytest.mark.parametrize("keep", [1, 3])
 def test_weights_that_are_finite_but_broken_push_out_no_good_checkpoint(folder, capsys, monkeypatch, keep):
-    """They are told by the gradients of later steps: until then a checkpoint is neither the last good one nor the best, and none is saved."""
+    """They are told by the gradients of later steps: until then a checkpoint is neither the last good one nor
+    the best, and none is saved."""
     blow_up(monkeypatch, 2)
     name = f"blown_up_{keep}"
-    message = refused(capsys, small(folder, name, run={"steps": 9, "save_every": 1, "keep_checkpoints": keep}, eval={"every": 0}), code=6)
+    message = refused(
+        capsys,
+        small(folder, name, run={"steps": 9, "save_every": 1, "keep_checkpoints": keep}, eval={"every": 0}),
+        code=6,
+    )
     good = checkpoint.folder_of(folder / name, 2)
-    assert f"step 5: no update could be made in 3 steps" in message and f"The last good checkpoint is {good} (" in message and "step_000003 is newer, but no update could be made from it" in message
+    assert (
+        f"step 5: no update could be made in 3 steps" in message
+        and f"The last good checkpoint is {good} (" in message
+        and "step_000003 is newer, but no update could be made from it" in message
+    )
     checkpoint.check(good)
-    assert sorted(path.name for path in good.parent.iterdir()) == [f"step_{number:06d}" for number in ((2, 3) if keep == 1 else (1, 2, 3))]
+    assert sorted(path.name for path in good.parent.iterdir()) == [
+        f"step_{number:06d}" for number in ((2, 3) if keep == 1 else (1, 2, 3))
+    ]
 
 
 def test_weights_broken_by_the_last_update_are_not_saved(folder, capsys, monkeypatch):
     blow_up(monkeypatch, STEPS - 1)
     message = refused(capsys, small(folder, "blown_last", eval={"every": 0}), code=6)
-    assert "step 3: log-probabilities are not finite after the last update. No checkpoint was written." in message
+    assert (
+        "step 3: log-probabilities are not finite after the last update. No checkpoint was written."
+        in message
+    )
     assert checkpoint.latest(folder / "blown_last") == checkpoint.folder_of(folder / "blown_last", 2)
 
 
 def without_gradient(patch, steps: set[int]) -> None:
     """Every update of these steps has a loss that is not finite."""
     original, learned, now = train.update_policy.__globals__["loss_of"], train.learn, []
-    patch.setattr(train, "learn", lambda parts, cfg, step, *args: (now.append(step), learned(parts, cfg, step, *args))[1])
-    patch.setitem(train.update_policy.__globals__, "loss_of", lambda *args, **kwargs: (original(*args, **kwargs)[0] * (float("nan") if now[-1] in steps else 1.0), original(*args, **kwargs)[1]))
+    patch.setattr(
+        train,
+        "learn",
+        lambda parts, cfg, step, *args: (now.append(step), learned(parts, cfg, step, *args))[1],
+    )
+    patch.setitem(
+        train.update_policy.__globals__,
+        "loss_of",
+        lambda *args, **kwargs: (
+            original(*args, **kwargs)[0] * (float("nan") if now[-1] in steps else 1.0),
+            original(*args, **kwargs)[1],
+        ),
+    )
 
 
 def test_a_checkpoint_due_when_no_update_could_be_made_waits_for_one_that_is(folder, capsys, monkeypatch):
     without_gradient(monkeypatch, {1})
-    monkeypatch.setattr(train, "evaluate", lambda parts, cfg, num_steps: {"eval/tiny/em": {2: 0.9, 4: 0.5}.get(num_steps, 0.0)})
+    monkeypatch.setattr(
+        train,
+        "evaluate",
+        lambda parts, cfg, num_steps: {"eval/tiny/em": {2: 0.9, 4: 0.5}.get(num_steps, 0.0)},
+    )
     assert train.main(["--config", str(small(folder, "owed"))]) == 0
-    assert sorted(path.name for path in (folder / "owed" / "checkpoints").iterdir()) == ["best.json", "step_000003", "step_000004"]
-    assert json.loads((folder / "owed" / "checkpoints" / "best.json").read_text())["checkpoint"] == "step_000004"  # step_000002's weights would be step_000001's
+    assert sorted(path.name for path in (folder / "owed" / "checkpoints").iterdir()) == [
+        "best.json",
+        "step_000003",
+        "step_000004",
+    ]
+    # step_000002's weights would be step_000001's
+    assert (
+        json.loads((folder / "owed" / "checkpoints" / "best.json").read_text())["checkpoint"] == "step_000004"
+    )
 
 
 def test_a_resumed_run_goes_on_counting_steps_without_an_update(folder, capsys, monkeypatch):
@@ -547,12 +719,22 @@ def test_a_resumed_run_goes_on_counting_steps_without_an_update(folder, capsys, 
     assert checkpoint.latest(folder / "counting") == checkpoint.folder_of(folder / "counting", 2)
 
 
-def test_what_a_kill_left_undone_after_the_last_checkpoint_is_done_on_resuming(folder, undisturbed, monkeypatch):
+def test_what_a_kill_left_undone_after_the_last_checkpoint_is_done_on_resuming(
+    folder, undisturbed, monkeypatch
+):
     """best.json and the pruning of older checkpoints."""
-    monkeypatch.setattr(train, "evaluate", lambda parts, cfg, num_steps: {"eval/tiny/em": {2: 0.2, 4: 0.5}.get(num_steps, 0.0)})
+    monkeypatch.setattr(
+        train,
+        "evaluate",
+        lambda parts, cfg, num_steps: {"eval/tiny/em": {2: 0.2, 4: 0.5}.get(num_steps, 0.0)},
+    )
     path = small(folder, "undone", run={"keep_checkpoints": 1})
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write_best", lambda *_: os._exit(9) if checkpoint.latest(folder / "undone").name == "step_000004" else None)
+        patch.setattr(
+            checkpoint,
+            "write_best",
+            lambda *_: os._exit(9) if checkpoint.latest(folder / "undone").name == "step_000004" else None,
+        )
         child = os.fork()
         if not child:
             os._exit(train.main(["--config", str(path)]))
@@ -567,9 +749,13 @@ def test_what_a_kill_left_undone_after_the_last_checkpoint_is_done_on_resuming(f
 def test_a_log_with_holes_is_refused_by_name(folder, undisturbed, capsys):
     config, copy = small(folder, "holes", run={"steps": STEPS + 1}), folder / "holes"
     damages = {
-        "cut": lambda lines: lines[:2], "a line lost": lambda lines: lines[:1] + lines[2:], "twice": lambda lines: lines[:2] + lines[1:],
-        "emptied": lambda lines: [], "not JSON": lambda lines: lines[:2] + ["{\x00"] + lines[3:], "no object": lambda lines: lines[:1] + ["[]"] + lines[2:],
-    }  # fmt: skip
+        "cut": lambda lines: lines[:2],
+        "a line lost": lambda lines: lines[:1] + lines[2:],
+        "twice": lambda lines: lines[:2] + lines[1:],
+        "emptied": lambda lines: [],
+        "not JSON": lambda lines: lines[:2] + ["{\x00"] + lines[3:],
+        "no object": lambda lines: lines[:1] + ["[]"] + lines[2:],
+    }
     for name in ("metrics.jsonl", "updates.jsonl"):
         for what, damage in damages.items():
             shutil.rmtree(copy, ignore_errors=True)
@@ -577,18 +763,28 @@ def test_a_log_with_holes_is_refused_by_name(folder, undisturbed, capsys):
             lines = (copy / name).read_text().split("\n")[:-1]
             (copy / name).write_text("".join(line + "\n" for line in damage(lines)))
             before = (copy / name).read_bytes()
-            with pytest.raises(ValueError, match=rf"{name} does not hold steps 0 to 3 once each: it goes wrong at step [0-3].*restore it, or delete the checkpoints after more than"):
+            with pytest.raises(
+                ValueError,
+                match=rf"{name} does not hold steps 0 to 3 once each: it goes wrong at step [0-3].*restore "
+                r"it, or delete the checkpoints after more than",
+            ):
                 checkpoint.check_logs(copy, STEPS, 2)
             assert (copy / name).read_bytes() == before, what
     assert "it goes wrong at step" in refused(capsys, config, "--resume")
     shutil.rmtree(copy)
     shutil.copytree(undisturbed, copy)
-    (copy / "timings.jsonl").write_text("\n\x00\n{}\n[]\n" + (copy / "timings.jsonl").read_text())  # a clock's log stops nobody
+    # A clock's log stops nobody
+    (copy / "timings.jsonl").write_text("\n\x00\n{}\n[]\n" + (copy / "timings.jsonl").read_text())
     (copy / "metrics.jsonl").open("a").write('{"step": 4, "rew')
     (copy / "warnings.log").write_text("step 2: kept\nstep 4: repeated\n")
     assert train.main(["--config", str(config), "--resume"]) == 0
-    assert [row["step"] for row in rows(copy)] == list(range(STEPS + 1)) and len((copy / "timings.jsonl").read_text().splitlines()) == STEPS + 1
-    assert "repeated" not in (copy / "warnings.log").read_text() and "step 2: kept" in (copy / "warnings.log").read_text()
+    assert [row["step"] for row in rows(copy)] == list(range(STEPS + 1)) and len(
+        (copy / "timings.jsonl").read_text().splitlines()
+    ) == STEPS + 1
+    assert (
+        "repeated" not in (copy / "warnings.log").read_text()
+        and "step 2: kept" in (copy / "warnings.log").read_text()
+    )
 
 
 def test_the_sentinel_is_in_the_checkpoint(folder, capsys, monkeypatch):
@@ -601,12 +797,15 @@ def test_the_sentinel_is_in_the_checkpoint(folder, capsys, monkeypatch):
                 on_visit(patch, "play", 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
             train.main(["--config", str(config)])
     assert train.main(["--config", str(config), "--resume"]) == 0
-    assert same(folder / "sentinel_cut", folder / "sentinel") and all("sentinel/displacement" in row for row in rows(folder / "sentinel"))
+    assert same(folder / "sentinel_cut", folder / "sentinel") and all(
+        "sentinel/displacement" in row for row in rows(folder / "sentinel")
+    )
     assert not (folder / "sentinel" / "sentinel.pt").exists()
 
 
 def test_only_what_train_py_named_is_taken_for_a_checkpoint(undisturbed, tmp_path):
-    """A copy, a file, a link and an empty folder are neither the newest nor counted as kept, and stay; a run may have a million steps."""
+    """A copy, a file, a link and an empty folder are neither the newest nor counted as kept, and stay; a run
+    may have a million steps."""
     folders = tmp_path / "checkpoints"
     shutil.copytree(undisturbed / "checkpoints", folders)
     shutil.copytree(folders / "step_000002", folders / "step_backup")
@@ -616,9 +815,19 @@ def test_only_what_train_py_named_is_taken_for_a_checkpoint(undisturbed, tmp_pat
     (folders / "step_000006.partial").write_text("")
     assert checkpoint.latest(tmp_path).name == "step_000004"
     checkpoint.prune(tmp_path, 2, 4)
-    assert sorted(path.name for path in folders.iterdir() if path.name != "best.json") == ["step_000001", "step_000002", "step_000004", "step_000008", "step_000009", "step_backup"]
+    assert sorted(path.name for path in folders.iterdir() if path.name != "best.json") == [
+        "step_000001",
+        "step_000002",
+        "step_000004",
+        "step_000008",
+        "step_000009",
+        "step_backup",
+    ]
     checkpoint.prune(tmp_path, 1, 4)
-    assert not (folders / "step_000002").exists() and (undisturbed / "checkpoints" / "step_000002" / "manifest.json").exists()
+    assert (
+        not (folders / "step_000002").exists()
+        and (undisturbed / "checkpoints" / "step_000002" / "manifest.json").exists()
+    )
     shutil.copytree(folders / "step_000004", folders / "step_1000000")
     assert checkpoint.latest(tmp_path).name == "step_1000000"
     with pytest.raises(ValueError, match="is that of a checkpoint after 4 steps: step_1000000 is a copy"):
@@ -631,10 +840,20 @@ def test_a_file_in_a_checkpoints_way_does_not_stop_it(tmp_path, lm, tokenizer):
     checkpoint.check(checkpoint.save(tmp_path, 3, lm, tokenizer, {}))
 
 
-@pytest.mark.parametrize("change, message", [
-    (lambda text: "", "manifest.json is damaged"), (lambda text: text[:40], "manifest.json is damaged"), (lambda text: "[]", "list in place of an object"), (lambda text: "{}", "lists no files"),
-    (lambda text: '{"num_steps": 4, "files": {}}', "does not list"), (lambda text: text.replace('"model.safetensors"', '"model.safetensors.old"'), "does not list model.safetensors"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda text: "", "manifest.json is damaged"),
+        (lambda text: text[:40], "manifest.json is damaged"),
+        (lambda text: "[]", "list in place of an object"),
+        (lambda text: "{}", "lists no files"),
+        (lambda text: '{"num_steps": 4, "files": {}}', "does not list"),
+        (
+            lambda text: text.replace('"model.safetensors"', '"model.safetensors.old"'),
+            "does not list model.safetensors",
+        ),
+    ],
+)
 def test_a_damaged_manifest_is_named(undisturbed, tmp_path, change, message):
     shutil.copytree(undisturbed / "checkpoints" / "step_000004", tmp_path / "step_000004")
     path = tmp_path / "step_000004" / "manifest.json"
@@ -649,24 +868,40 @@ def own_world(folder, undisturbed):
     shutil.copytree(folder / "world", folder / "own_world")
     world = folder / "own_world"
     path = small(
-        folder, "own", run={"steps": 2}, loss={"kl_weight": 0.01}, tinyworld={"dir": str(world)}, model={"path": str(world / "policy")}, data={"train": str(world / "train.jsonl")},
-        retriever={"corpus": str(world / "corpus.jsonl")}, eval={"benchmarks": {"tiny": str(world / "heldout.jsonl")}},
-    )  # fmt: skip
+        folder,
+        "own",
+        run={"steps": 2},
+        loss={"kl_weight": 0.01},
+        tinyworld={"dir": str(world)},
+        model={"path": str(world / "policy")},
+        data={"train": str(world / "train.jsonl")},
+        retriever={"corpus": str(world / "corpus.jsonl")},
+        eval={"benchmarks": {"tiny": str(world / "heldout.jsonl")}},
+    )
     with pytest.MonkeyPatch.context() as patch:
         draw_nothing(patch)
         assert train.main(["--config", str(path)]) == 0
     return path, world
 
 
-@pytest.mark.parametrize("name, what", [
-    ("train.jsonl", "questions"), ("heldout.jsonl", "held-out questions tiny"), ("corpus.jsonl", "corpus and index"), ("policy/model.safetensors", "start policy"), ("policy/tokenizer_config.json", "tokenizer"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, what",
+    [
+        ("train.jsonl", "questions"),
+        ("heldout.jsonl", "held-out questions tiny"),
+        ("corpus.jsonl", "corpus and index"),
+        ("policy/model.safetensors", "start policy"),
+        ("policy/tokenizer_config.json", "tokenizer"),
+    ],
+)
 def test_input_that_changed_since_the_run_began_is_refused(own_world, folder, capsys, name, what):
     path, world = own_world
     before, logged = (world / name).read_bytes(), (folder / "own" / "metrics.jsonl").read_bytes()
     if name.startswith("policy/model"):
         weights = safetensors.torch.load(before)
-        changed = safetensors.torch.save({key: weight * 1.01 for key, weight in weights.items()}, {"format": "pt"})
+        changed = safetensors.torch.save(
+            {key: weight * 1.01 for key, weight in weights.items()}, {"format": "pt"}
+        )
     elif name.endswith(".jsonl"):
         changed = b"".join(reversed(before.splitlines(keepends=True))).replace(b"was born", b"was  born")
     else:
@@ -674,28 +909,54 @@ def test_input_that_changed_since_the_run_began_is_refused(own_world, folder, ca
     (world / name).write_bytes(changed)
     message = refused(capsys, path, "--resume", "run.steps=3")
     (world / name).write_bytes(before)
-    assert f"the {what} of {folder / 'own'} changed since the run began" in message and f'delete "{what}" from "inputs" in' in message
+    assert (
+        f"the {what} of {folder / 'own'} changed since the run began" in message
+        and f'delete "{what}" from "inputs" in' in message
+    )
     assert (folder / "own" / "metrics.jsonl").read_bytes() == logged
 
 
 def test_run_json_keeps_every_session_and_other_code_is_told(own_world, folder, capsys, monkeypatch):
     path, _ = own_world
     first = json.loads((folder / "own" / "run.json").read_text())
-    assert len(first["sessions"]) == 1 and first["sessions"][0]["first_step"] == 0 and first["sessions"][0]["processes"] == 1 and "start policy" in first["inputs"]
-    assert train.main(["--config", str(path), "--resume", "run.steps=3"]) == 0 and "resumed with other" not in capsys.readouterr().err
+    assert (
+        len(first["sessions"]) == 1
+        and first["sessions"][0]["first_step"] == 0
+        and first["sessions"][0]["processes"] == 1
+        and "start policy" in first["inputs"]
+    )
+    assert (
+        train.main(["--config", str(path), "--resume", "run.steps=3"]) == 0
+        and "resumed with other" not in capsys.readouterr().err
+    )
     code = provenance.of_code()
     monkeypatch.setattr(provenance, "of_code", lambda: code | {"code": "other", "torch": "9.9"})
     assert train.main(["--config", str(path), "--resume", "run.steps=4", "monitor.trajectories_every=3"]) == 0
-    assert f"resumed with other torch {torch.__version__} -> 9.9, code {code['code']} -> other: from step 3 on" in capsys.readouterr().err
+    assert (
+        f"resumed with other torch {torch.__version__} -> 9.9, code {code['code']} -> other: from step 3 on"
+        in capsys.readouterr().err
+    )
     told = json.loads((folder / "own" / "run.json").read_text())
-    assert [session["first_step"] for session in told["sessions"]] == [0, 2, 3] and told["torch"] == first["torch"] and told["inputs"] == first["inputs"]
+    assert (
+        [session["first_step"] for session in told["sessions"]] == [0, 2, 3]
+        and told["torch"] == first["torch"]
+        and told["inputs"] == first["inputs"]
+    )
     assert told["sessions"][2]["changed"] == {"run.steps": [3, 4], "monitor.trajectories_every": [10, 3]}
 
 
-@pytest.mark.parametrize("name, content, message", [
-    ("config.yaml", "", "holds no options: restore it"), ("config.yaml", "run: {dir", "config.yaml is damaged"), ("run.json", "{", "run.json is damaged"), ("run.json", "[]", "run.json is damaged"),
-])  # fmt: skip
-def test_a_damaged_file_of_a_run_is_named_when_it_is_resumed(undisturbed, folder, capsys, name, content, message):
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("config.yaml", "", "holds no options: restore it"),
+        ("config.yaml", "run: {dir", "config.yaml is damaged"),
+        ("run.json", "{", "run.json is damaged"),
+        ("run.json", "[]", "run.json is damaged"),
+    ],
+)
+def test_a_damaged_file_of_a_run_is_named_when_it_is_resumed(
+    undisturbed, folder, capsys, name, content, message
+):
     shutil.copytree(undisturbed, folder / "damaged", dirs_exist_ok=True)
     (folder / "damaged" / name).write_text(content)
     told = refused(capsys, small(folder, "damaged", run={"steps": STEPS + 1}), "--resume")
@@ -710,7 +971,9 @@ class Bomb:
         return os.mkdir, (self.path,)
 
 
-def test_a_checkpoint_that_would_run_code_is_refused_even_with_a_manifest_that_fits(folder, undisturbed, capsys):
+def test_a_checkpoint_that_would_run_code_is_refused_even_with_a_manifest_that_fits(
+    folder, undisturbed, capsys
+):
     shutil.copytree(undisturbed, folder / "bombed")
     last = checkpoint.latest(folder / "bombed")
     state = torch.load(last / "trainer_state.pt", weights_only=True)
@@ -719,14 +982,23 @@ def test_a_checkpoint_that_would_run_code_is_refused_even_with_a_manifest_that_f
     manifest["files"]["trainer_state.pt"] = checkpoint.fingerprint(last / "trainer_state.pt")
     (last / "manifest.json").write_text(json.dumps(manifest))
     message = refused(capsys, small(folder, "bombed", run={"steps": STEPS + 1}), "--resume")
-    assert "trainer_state.pt holds more than tensors, numbers and strings and is not opened, because it could run code" in message
+    assert (
+        "trainer_state.pt holds more than tensors, numbers and strings and is not opened, because it could "
+        "run code" in message
+    )
     assert not (folder / "exploded").exists()
 
 
 def test_nothing_is_opened_with_pickle_and_no_remote_code_is_trusted_unasked():
     code = {path.name: path.read_text() for path in [*(ROOT / "lld").rglob("*.py"), *ROOT.glob("*.py")]}
     for name, text in code.items():
-        for call in ("pickle.load", "yaml.unsafe_load", "yaml.full_load", "allow_pickle=True", "trust_remote_code=True"):
+        for call in (
+            "pickle.load",
+            "yaml.unsafe_load",
+            "yaml.full_load",
+            "allow_pickle=True",
+            "trust_remote_code=True",
+        ):
             assert call not in text, f"{name}: {call}"
         for rest in text.split("torch.load(")[1:]:
             assert "weights_only=True" in rest.split("\n")[0], f"{name}: torch.load({rest[:60]}"
@@ -734,24 +1006,41 @@ def test_nothing_is_opened_with_pickle_and_no_remote_code_is_trusted_unasked():
 
 
 def test_the_best_checkpoint_is_kept_when_older_ones_go(folder, monkeypatch):
-    """Held-out EM .1 .4 .4 .2 after steps 1 to 4, of which only the newest is to be kept: the best is that of step 2, the earlier at a tie."""
+    """Held-out EM .1 .4 .4 .2 after steps 1 to 4, of which only the newest is to be kept: the best is that of
+    step 2, the earlier at a tie."""
     scores = iter([0.1, 0.4, 0.4, 0.2, 0.3])
     monkeypatch.setattr(train, "evaluate", lambda parts, cfg, num_steps: {"eval/tiny/em": next(scores)})
-    path = small(folder, "best", run={"save_every": 1, "keep_checkpoints": 1}, eval={"every": 1, "at_start": False})
+    path = small(
+        folder, "best", run={"save_every": 1, "keep_checkpoints": 1}, eval={"every": 1, "at_start": False}
+    )
     assert train.main(["--config", str(path)]) == 0
-    assert sorted(p.name for p in (folder / "best" / "checkpoints").iterdir()) == ["best.json", "step_000002", "step_000004"]
+    assert sorted(p.name for p in (folder / "best" / "checkpoints").iterdir()) == [
+        "best.json",
+        "step_000002",
+        "step_000004",
+    ]
     best = json.loads((folder / "best" / "checkpoints" / "best.json").read_text())
-    assert (best["checkpoint"], best["em"]) == ("step_000002", 0.4) and "highest mean of eval/*/em" in best["rule"]
+    assert (best["checkpoint"], best["em"]) == ("step_000002", 0.4) and "highest mean of eval/*/em" in best[
+        "rule"
+    ]
     evaluated = folder / "best" / "checkpoints" / "step_000004"
     (evaluated / "eval").mkdir()
     (evaluated / "eval" / "results.json").write_text("{}")
-    assert train.main(["--config", str(path), "--resume", "run.steps=5"]) == 0  # the resumed run knows what was best
-    assert sorted(p.name for p in (folder / "best" / "checkpoints").iterdir()) == ["best.json", "step_000002", "step_000004", "step_000005"]
-    assert [p.name for p in evaluated.rglob("*")] == ["eval", "results.json"]  # what eval.py wrote there stays
+    # The resumed run knows what was best
+    assert train.main(["--config", str(path), "--resume", "run.steps=5"]) == 0
+    assert sorted(p.name for p in (folder / "best" / "checkpoints").iterdir()) == [
+        "best.json",
+        "step_000002",
+        "step_000004",
+        "step_000005",
+    ]
+    # What eval.py wrote there stays
+    assert [p.name for p in evaluated.rglob("*")] == ["eval", "results.json"]
 
 
 def test_the_start_is_not_taken_for_an_evaluation_that_failed(folder, monkeypatch):
-    """With an evaluation after every step the first row holds the one after step 1; it fails, and is made up on resuming."""
+    """With an evaluation after every step the first row holds the one after step 1; it fails, and is made up
+    on resuming."""
     scores = iter([0.9, None, 0.2, 0.4])
 
     def evaluate(parts, cfg, num_steps):
@@ -766,12 +1055,27 @@ def test_the_start_is_not_taken_for_an_evaluation_that_failed(folder, monkeypatc
     assert "eval/tiny/em" not in rows(folder / "start")[0]
     assert train.main(["--config", str(path), "--resume"]) == 0
     assert [row["eval/tiny/em"] for row in rows(folder / "start")] == [0.2, 0.4]
-    assert json.loads((folder / "start" / "checkpoints" / "best.json").read_text())["checkpoint"] == "step_000002"
+    assert (
+        json.loads((folder / "start" / "checkpoints" / "best.json").read_text())["checkpoint"]
+        == "step_000002"
+    )
 
 
 def test_an_evaluation_that_is_the_best_so_far_saves_its_checkpoint(folder, monkeypatch):
-    monkeypatch.setattr(train, "evaluate", lambda parts, cfg, num_steps: {"eval/tiny/em": {1: 0.2, 2: 0.5}.get(num_steps, 0.0), "eval/other/em": 0.0})
+    monkeypatch.setattr(
+        train,
+        "evaluate",
+        lambda parts, cfg, num_steps: {
+            "eval/tiny/em": {1: 0.2, 2: 0.5}.get(num_steps, 0.0),
+            "eval/other/em": 0.0,
+        },
+    )
     path = small(folder, "early", run={"save_every": 50, "steps": 3}, eval={"every": 1, "at_start": False})
     assert train.main(["--config", str(path)]) == 0
-    assert sorted(p.name for p in (folder / "early" / "checkpoints").iterdir()) == ["best.json", "step_000001", "step_000002", "step_000003"]
+    assert sorted(p.name for p in (folder / "early" / "checkpoints").iterdir()) == [
+        "best.json",
+        "step_000001",
+        "step_000002",
+        "step_000003",
+    ]
     assert json.loads((folder / "early" / "checkpoints" / "best.json").read_text())["em"] == 0.25

@@ -16,7 +16,9 @@ TOPK = 3
 
 
 def files_of(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+    }
 
 
 def rows_of(path):
@@ -37,7 +39,8 @@ def world():
 
 @pytest.fixture(scope="module")
 def tokenizer(world, tmp_path_factory):
-    """The tokenizer as a run gets it: saved beside the policy's config, which decides what AutoTokenizer opens, and loaded again."""
+    """The tokenizer as a run gets it: saved beside the policy's config, which decides what AutoTokenizer
+    opens, and loaded again."""
     folder = tmp_path_factory.mktemp("policy")
     made = tinyworld.make_tokenizer(world, TOPK)
     tinyworld.make_policy(TINY, made).save_pretrained(folder)
@@ -48,7 +51,12 @@ def tokenizer(world, tmp_path_factory):
 @pytest.fixture(scope="module")
 def search(world, tmp_path_factory):
     corpus = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps({"id": passage.id, "contents": passage.contents}) + "\n" for passage in tinyworld.passages(world)))
+    corpus.write_text(
+        "".join(
+            json.dumps({"id": passage.id, "contents": passage.contents}) + "\n"
+            for passage in tinyworld.passages(world)
+        )
+    )
     return tinyworld._search_all(corpus, tinyworld.all_queries(world), TOPK)
 
 
@@ -56,18 +64,38 @@ def test_every_file_opens_in_the_format_its_reader_expects(prepared):
     _, folder = prepared
     passages = rows_of(folder / "corpus.jsonl")
     assert [row["id"] for row in passages] == [str(i) for i in range(len(passages))]
-    assert all(set(row) == {"id", "contents"} and row["contents"].startswith('"') and row["contents"].count("\n") == 1 for row in passages)
+    assert all(
+        set(row) == {"id", "contents"}
+        and row["contents"].startswith('"')
+        and row["contents"].count("\n") == 1
+        for row in passages
+    )
     for name in ("train", "heldout"):
         rows = rows_of(folder / f"{name}.jsonl")
         assert len({row["id"] for row in rows}) == len(rows) > 0
         for row in rows:
-            assert set(row) == {"id", "question", "golden_answers", "data_source", "metadata"} and row["data_source"] == "tiny"
+            assert (
+                set(row) == {"id", "question", "golden_answers", "data_source", "metadata"}
+                and row["data_source"] == "tiny"
+            )
             assert row["metadata"]["hops"] == len(row["metadata"]["supporting_titles"]) in (1, 2)
-            assert row["question"].endswith("?") and isinstance(row["golden_answers"], list) and row["golden_answers"][0]
-    tokenizer, policy = AutoTokenizer.from_pretrained(folder / "policy"), AutoModelForCausalLM.from_pretrained(folder / "policy")
+            assert (
+                row["question"].endswith("?")
+                and isinstance(row["golden_answers"], list)
+                and row["golden_answers"][0]
+            )
+    tokenizer, policy = (
+        AutoTokenizer.from_pretrained(folder / "policy"),
+        AutoModelForCausalLM.from_pretrained(folder / "policy"),
+    )
     assert policy.config.vocab_size == len(tokenizer) and policy.dtype == torch.float32
     assert policy.get_output_embeddings().weight is policy.get_input_embeddings().weight
-    assert policy.config.eos_token_id == tokenizer.eos_token_id != tokenizer.pad_token_id == policy.config.pad_token_id
+    assert (
+        policy.config.eos_token_id
+        == tokenizer.eos_token_id
+        != tokenizer.pad_token_id
+        == policy.config.pad_token_id
+    )
     assert not folder.with_name(folder.name + ".partial").exists()
 
 
@@ -99,7 +127,9 @@ def test_a_flawless_demonstration_answers_every_question_with_its_gold(world, se
 
 def test_held_out_questions_share_no_title_and_path_with_training(world):
     train, held_out = tinyworld.make_questions(world, TINY)
-    keys = [{(world[question.entity].title, question.path) for question in side} for side in (train, held_out)]
+    keys = [
+        {(world[question.entity].title, question.path) for question in side} for side in (train, held_out)
+    ]
     assert keys[0] and keys[1] and not keys[0] & keys[1]
     assert not {question.text for question in train} & {question.text for question in held_out}
 
@@ -127,7 +157,9 @@ def test_same_seed_same_bytes_and_another_seed_another_world(prepared, tmp_path)
     cfg, folder = prepared
     tinyworld.prepare(dataclasses.replace(cfg, dir=str(tmp_path / "again")), config.Rollout(), TOPK)
     assert files_of(tmp_path / "again") == files_of(folder)
-    assert [e.title for e in tinyworld.make_world(cfg)] != [e.title for e in tinyworld.make_world(dataclasses.replace(cfg, seed=1))]
+    assert [e.title for e in tinyworld.make_world(cfg)] != [
+        e.title for e in tinyworld.make_world(dataclasses.replace(cfg, seed=1))
+    ]
 
 
 def test_the_saved_tokenizer_opens_as_the_word_level_one_and_knows_every_word(world, tokenizer):
@@ -135,7 +167,11 @@ def test_the_saved_tokenizer_opens_as_the_word_level_one_and_knows_every_word(wo
     assert all(len(tokenizer.encode(tag)) == 1 for tag in tinyworld.TAGS)
     assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token != tokenizer.eos_token
     train, held_out = tinyworld.make_questions(world, TINY)
-    written = [protocol.INVALID_ACTION] + [protocol.passage_text(passage, 1) for passage in tinyworld.passages(world)] + [question.text for question in train + held_out]
+    written = (
+        [protocol.INVALID_ACTION]
+        + [protocol.passage_text(passage, 1) for passage in tinyworld.passages(world)]
+        + [question.text for question in train + held_out]
+    )
     for text in written:
         assert tokenizer.unk_token_id not in tokenizer.encode(text, add_special_tokens=False), text
 
@@ -144,7 +180,11 @@ def test_the_prompt_holds_the_question_and_little_else(world, tokenizer):
     question = tinyworld.make_questions(world, TINY)[0][0].text
     words = len(tokenizer.encode(question, add_special_tokens=False))
     prompt = protocol.encode_prompt(tokenizer, question)
-    assert tokenizer.decode(prompt) == f"<|im_start|> user {tokenizer.decode(tokenizer.encode(question))} <|im_end|> <|im_start|> assistant"
+    assert (
+        tokenizer.decode(prompt)
+        == f"<|im_start|> user {tokenizer.decode(tokenizer.encode(question))} <|im_end|> <|im_start|> "
+        "assistant"
+    )
     assert len(prompt) == words + 5 and tokenizer.unk_token_id not in prompt
 
 
@@ -158,11 +198,20 @@ def test_every_kind_of_turn_survives_the_tokenizer_and_parses_as_meant(world, to
         for kind, text in tinyworld.demonstrate(rng, world, question, seen_by):
             if kind != "action":
                 continue
-            decoded = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), skip_special_tokens=False)
+            decoded = tokenizer.decode(
+                tokenizer.encode(text, add_special_tokens=False), skip_special_tokens=False
+            )
             action = protocol.parse_action(decoded)
             assert action == protocol.parse_action(text)
-            assert decoded.endswith({"search": "</search>", "answer": "</answer>", "invalid": "<|im_end|>"}[action.kind])
-            assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), skip_special_tokens=True).count("<think>") == 1
+            assert decoded.endswith(
+                {"search": "</search>", "answer": "</answer>", "invalid": "<|im_end|>"}[action.kind]
+            )
+            assert (
+                tokenizer.decode(
+                    tokenizer.encode(text, add_special_tokens=False), skip_special_tokens=True
+                ).count("<think>")
+                == 1
+            )
             kinds[action.kind, len(action.content.split()) > 1] += 1
     assert {("search", True), ("answer", True), ("answer", False), ("invalid", False)} <= set(kinds)
 
@@ -170,7 +219,11 @@ def test_every_kind_of_turn_survives_the_tokenizer_and_parses_as_meant(world, to
 def test_observations_are_whole_and_short_and_every_fact_is_in_reach_of_a_search(world, tokenizer, search):
     for index, entity in enumerate(world):
         for relation, leads_to in entity.facts.items():
-            found = {passage.id: passage for query in (f"{entity.title} {relation}", entity.title) for passage in search[query.lower()]}
+            found = {
+                passage.id: passage
+                for query in (f"{entity.title} {relation}", entity.title)
+                for passage in search[query.lower()]
+            }
             assert world[leads_to].title in found[str(index)].contents
     for found in search.values():
         ids, num_cut = protocol.render_observation(tokenizer, found, 80)
@@ -179,19 +232,29 @@ def test_observations_are_whole_and_short_and_every_fact_is_in_reach_of_a_search
 
 def test_a_rendered_demonstration_masks_exactly_what_the_model_writes(world, tokenizer, search):
     question = tinyworld.make_questions(world, TINY)[0][0]
-    observation_ids = {query: protocol.render_observation(tokenizer, row, 200)[0] for query, row in search.items()}
+    observation_ids = {
+        query: protocol.render_observation(tokenizer, row, 200)[0] for query, row in search.items()
+    }
     seen_by = {query: [int(passage.id) for passage in row] for query, row in search.items()}
     turns = tinyworld.demonstrate(random.Random(1), world, question, seen_by, clumsy=False)
     ids, own = tinyworld.render_demonstration(tokenizer, question.text, turns, observation_ids)
     written = " ".join(text for kind, text in turns if kind == "action")
-    assert tokenizer.decode([i for i, mine in zip(ids, own) if mine]) == tokenizer.decode(tokenizer.encode(written, add_special_tokens=False))
-    assert ids[-1] == tokenizer.convert_tokens_to_ids("</answer>")  # the sampler stops there: an EOS after it would never be sampled
+    assert tokenizer.decode([i for i, mine in zip(ids, own) if mine]) == tokenizer.decode(
+        tokenizer.encode(written, add_special_tokens=False)
+    )
+    # The sampler stops there: an EOS after it would never be sampled
+    assert ids[-1] == tokenizer.convert_tokens_to_ids("</answer>")
 
 
 def test_demonstration_loss_falls_to_what_a_hand_written_mean_says(prepared):
-    """The saved policy's loss, weighed token by token in Python, is far below that of the uniform guess it began with."""
+    """The saved policy's loss, weighed token by token in Python, is far below that of the uniform guess it
+    began with."""
     cfg, folder = prepared
-    uniform = torch.tensor(float(AutoModelForCausalLM.from_pretrained(folder / "policy").config.vocab_size)).log().item()
+    uniform = (
+        torch.tensor(float(AutoModelForCausalLM.from_pretrained(folder / "policy").config.vocab_size))
+        .log()
+        .item()
+    )
     first, last = json.loads((folder / "world.json").read_text())["warm_start_losses"]
     assert first == pytest.approx(uniform, abs=0.2) and last < first - 0.3
     policy = tinyworld.make_policy(cfg, AutoTokenizer.from_pretrained(folder / "policy"))
@@ -199,7 +262,9 @@ def test_demonstration_loss_falls_to_what_a_hand_written_mean_says(prepared):
     with torch.no_grad():
         logprobs_TV = policy(input_ids=torch.tensor([demonstration[0]])).logits[0].log_softmax(-1)
     expected = -(0.3 * logprobs_TV[0, 6] + logprobs_TV[1, 7] + logprobs_TV[2, 8]).item() / 2.3
-    assert tinyworld.warm_start(policy, [demonstration] * 3, 1, seed=0)[0] == pytest.approx(expected, abs=1e-5)
+    assert tinyworld.warm_start(policy, [demonstration] * 3, 1, seed=0)[0] == pytest.approx(
+        expected, abs=1e-5
+    )
 
 
 def test_a_second_call_returns_at_once_and_leaves_the_files_alone(prepared, monkeypatch):
@@ -212,7 +277,9 @@ def test_a_second_call_returns_at_once_and_leaves_the_files_alone(prepared, monk
 
 def test_other_options_are_refused_with_both_values_and_the_remedy(prepared):
     cfg, _ = prepared
-    with pytest.raises(ValueError, match="num_people 30 there, 31 asked.*delete the folder or choose another"):
+    with pytest.raises(
+        ValueError, match="num_people 30 there, 31 asked.*delete the folder or choose another"
+    ):
         tinyworld.prepare(dataclasses.replace(cfg, num_people=31), config.Rollout(), TOPK)
     with pytest.raises(ValueError, match="topk 3 there, 2 asked"):
         tinyworld.prepare(cfg, config.Rollout(), 2)
@@ -228,7 +295,9 @@ def test_a_rollout_too_short_for_this_world_is_refused(prepared):
 def test_a_rollout_too_short_is_refused_before_any_training(tmp_path, monkeypatch):
     monkeypatch.setattr(tinyworld, "warm_start", lambda *_: pytest.fail("trained first"))
     with pytest.raises(ValueError, match="rollout.max_new_tokens = 10"):
-        tinyworld.prepare(dataclasses.replace(TINY, dir=str(tmp_path / "world")), config.Rollout(max_new_tokens=10), TOPK)
+        tinyworld.prepare(
+            dataclasses.replace(TINY, dir=str(tmp_path / "world")), config.Rollout(max_new_tokens=10), TOPK
+        )
 
 
 def test_a_folder_with_other_files_is_never_overwritten(tmp_path):
@@ -238,7 +307,9 @@ def test_a_folder_with_other_files_is_never_overwritten(tmp_path):
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
-def test_a_call_that_ends_early_leaves_nothing_and_touches_no_folder_that_was_there(prepared, tmp_path, monkeypatch):
+def test_a_call_that_ends_early_leaves_nothing_and_touches_no_folder_that_was_there(
+    prepared, tmp_path, monkeypatch
+):
     """A folder that only has the name of an unfinished world is somebody's, and stays as it is."""
     cfg = dataclasses.replace(prepared[0], dir=str(tmp_path / "world"))
     (tmp_path / "world.partial").mkdir()
@@ -257,9 +328,12 @@ def test_a_call_that_ends_early_leaves_nothing_and_touches_no_folder_that_was_th
 
 @pytest.mark.parametrize("locks", [True, False])
 def test_two_runs_that_want_one_new_world_share_it(prepared, tmp_path, monkeypatch, capfd, locks):
-    """The second waits for the first one's; where the file system has no locks, both make it and one of the two stays."""
+    """The second waits for the first one's; where the file system has no locks, both make it and one of the
+    two stays."""
     if not locks:
-        monkeypatch.setattr(tinyworld.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(37, "No locks available")))
+        monkeypatch.setattr(
+            tinyworld.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(37, "No locks available"))
+        )
     cfg, made, failed = dataclasses.replace(prepared[0], dir=str(tmp_path / "world")), [], []
     both = threading.Barrier(2)
     identity = tinyworld._identity
@@ -284,7 +358,9 @@ def test_two_runs_that_want_one_new_world_share_it(prepared, tmp_path, monkeypat
     for thread in threads:
         thread.join()
     assert not failed and len(made) == (1 if locks else 2)
-    assert [path.name for path in tmp_path.iterdir()] == ["world"] and {str(name) for name in files_of(tmp_path / "world")} == {str(name) for name in files_of(prepared[1])}
+    assert [path.name for path in tmp_path.iterdir()] == ["world"] and {
+        str(name) for name in files_of(tmp_path / "world")
+    } == {str(name) for name in files_of(prepared[1])}
     assert ("waiting for it" in capfd.readouterr().err) == locks
 
 
@@ -295,7 +371,9 @@ def test_a_full_disk_in_the_warm_start_is_named_and_the_next_call_succeeds(prepa
         with pytest.raises(checkpoint.WriteError, match="tinyworld.dir = .*world' cannot be written: "):
             tinyworld.prepare(cfg, config.Rollout(), TOPK)
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+        )
     assert not list(tmp_path.iterdir())
     tinyworld.prepare(cfg, config.Rollout(), TOPK)
     assert files_of(tmp_path / "world") == files_of(prepared[1])
@@ -304,5 +382,7 @@ def test_a_full_disk_in_the_warm_start_is_named_and_the_next_call_succeeds(prepa
 @pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 100_000, '{"identity": 1, "longest": {}}'])
 def test_a_damaged_world_is_named(prepared, tmp_path, text):
     (tmp_path / "world.json").write_text(text)
-    with pytest.raises(ValueError, match="world.json is damaged .*delete the folder or choose another tinyworld.dir"):
+    with pytest.raises(
+        ValueError, match="world.json is damaged .*delete the folder or choose another tinyworld.dir"
+    ):
         tinyworld.prepare(dataclasses.replace(prepared[0], dir=str(tmp_path)), config.Rollout(), TOPK)

@@ -13,7 +13,18 @@ import pytest
 from lld import tools
 from lld.config import Retriever
 from lld.protocol import Passage
-from lld.tools import Client, Malformed, Refused, RetrieverError, ServerFault, TimedOut, Unreachable, check_health, make_search, read_result
+from lld.tools import (
+    Client,
+    Malformed,
+    Refused,
+    RetrieverError,
+    ServerFault,
+    TimedOut,
+    Unreachable,
+    check_health,
+    make_search,
+    read_result,
+)
 
 
 def search_over_http(queries, *, url, topk, timeout_s, retries):
@@ -25,9 +36,11 @@ GOOD = {"result": [[{"document": {"id": "7", "contents": '"A"\nb'}, "score": 0.5
 
 @contextmanager
 def server(*replies):
-    """A server that gives the n-th request the n-th of `replies` (the last one for ever): (status, body, seconds to wait).
+    """A server that gives the n-th request the n-th of `replies` (the last one for ever): (status, body,
+    seconds to wait).
 
-    A body that is a function gets the request. Yields (url, requests), a request being (path, parsed body, client port).
+    A body that is a function gets the request. Yields (url, requests), a request being (path, parsed body,
+    client port).
     """
     requests, stopped = [], threading.Event()
 
@@ -75,15 +88,28 @@ def pauses(monkeypatch):
 
 def search_r1_reply(request):
     """What Search-R1's retrieval_server.py answers: `topk` documents a query, with scores."""
-    return {"result": [[{"document": {"id": str(k), "contents": f'"{query}"\ntext {k}'}, "score": 0.9 - k / 10} for k in range(request["topk"])] for query in request["queries"]]}
+    return {
+        "result": [
+            [
+                {"document": {"id": str(k), "contents": f'"{query}"\ntext {k}'}, "score": 0.9 - k / 10}
+                for k in range(request["topk"])
+            ]
+            for query in request["queries"]
+        ]
+    }
 
 
 @pytest.mark.parametrize("path", ["", "/", "/retrieve", "/retrieve/"])
 def test_search_r1s_server_is_understood(path):
     with server((200, search_r1_reply, 0)) as (url, requests):
         found = search_over_http(["x", "y"], url=url + path, topk=2, timeout_s=5, retries=0)
-    assert found == [[Passage("0", '"x"\ntext 0', 0.9), Passage("1", '"x"\ntext 1', 0.8)], [Passage("0", '"y"\ntext 0', 0.9), Passage("1", '"y"\ntext 1', 0.8)]]
-    assert [request[:2] for request in requests] == [("/retrieve", {"queries": ["x", "y"], "topk": 2, "return_scores": True})]
+    assert found == [
+        [Passage("0", '"x"\ntext 0', 0.9), Passage("1", '"x"\ntext 1', 0.8)],
+        [Passage("0", '"y"\ntext 0', 0.9), Passage("1", '"y"\ntext 1', 0.8)],
+    ]
+    assert [request[:2] for request in requests] == [
+        ("/retrieve", {"queries": ["x", "y"], "topk": 2, "return_scores": True})
+    ]
 
 
 def test_no_queries_no_request():
@@ -107,8 +133,14 @@ def test_proxies_of_the_environment_are_not_asked(monkeypatch):
 
 
 def test_documents_without_id_or_score_and_more_than_topk():
-    items = [{"document": {"contents": "a"}}, {"id": 5, "contents": "b", "title": "t"}, {"document": {"id": "6", "contents": "c"}, "score": 2}]
-    assert read_result({"result": [items]}, 1, 3) == [[Passage("", "a", 0.0), Passage("5", "b", 0.0), Passage("6", "c", 2.0)]]
+    items = [
+        {"document": {"contents": "a"}},
+        {"id": 5, "contents": "b", "title": "t"},
+        {"document": {"id": "6", "contents": "c"}, "score": 2},
+    ]
+    assert read_result({"result": [items]}, 1, 3) == [
+        [Passage("", "a", 0.0), Passage("5", "b", 0.0), Passage("6", "c", 2.0)]
+    ]
     assert read_result({"result": [items]}, 1, 2) == [[Passage("", "a", 0.0), Passage("5", "b", 0.0)]]
 
 
@@ -122,7 +154,10 @@ def test_documents_without_id_or_score_and_more_than_topk():
         ({"result": GOOD["result"] * 3}, "3 results for 2 queries"),
         ({"result": GOOD["result"]}, "1 results for 2 queries"),
         ({"result": [None, *GOOD["result"]]}, "no list of passages for query 1 of 2"),
-        ({"result": [[{"document": {"id": "1", "contents": None}}]] * 2}, 'a passage without "contents" for query 1 of 2'),
+        (
+            {"result": [[{"document": {"id": "1", "contents": None}}]] * 2},
+            'a passage without "contents" for query 1 of 2',
+        ),
         ({"result": [[{"document": "text"}]] * 2}, 'a passage without "contents" for query 1 of 2'),
         ({"result": [["text"]] * 2}, 'a passage without "contents" for query 1 of 2'),
     ],
@@ -132,13 +167,21 @@ def test_a_malformed_reply_is_asked_for_again_and_never_an_empty_passage(body, r
         search_over_http(["x", "y"], url=url, topk=1, timeout_s=5, retries=2)
     assert len(requests) == 3
     message = str(raised.value)
-    assert f"{url}/retrieve failed 3 attempts with 2 queries" in message and reason in message and "start one with `python retriever_server.py" in message
+    assert (
+        f"{url}/retrieve failed 3 attempts with 2 queries" in message
+        and reason in message
+        and "start one with `python retriever_server.py" in message
+    )
 
 
 def test_an_empty_list_is_an_answer_and_asked_for_once():
-    """Search-R1's BM25 server answers so where no word is known; the other queries of the request keep their passages."""
+    """Search-R1's BM25 server answers so where no word is known; the other queries of the request keep their
+    passages."""
     with server((200, {"result": [[], *GOOD["result"]]}, 0)) as (url, requests):
-        assert search_over_http(["the", "x"], url=url, topk=1, timeout_s=5, retries=3) == [[], [Passage("7", '"A"\nb', 0.5)]]
+        assert search_over_http(["the", "x"], url=url, topk=1, timeout_s=5, retries=3) == [
+            [],
+            [Passage("7", '"A"\nb', 0.5)],
+        ]
     assert len(requests) == 1
 
 
@@ -152,12 +195,20 @@ def test_odd_ids_scores_and_half_characters():
     body = r"""{"result": [[{"document": {"id": true, "contents": "a\ud800b"}, "score": NaN}, {"document": {"id": null, "contents": "\ud83d\ude42"}, "score": true},
         {"document": {"id": [1], "contents": "c"}, "score": -Infinity}, {"document": {"id": "\udc00", "contents": "d"}, "score": "0.5"}, {"id": 7, "contents": "e", "score": %s}]]}"""
     [found] = read_result(json.loads(body % ("9" * 400)), 1, 5)
-    assert [(p.id, p.contents, p.score) for p in found] == [("", "a\ufffdb", 0.0), ("", "\U0001f642", 0.0), ("", "c", 0.0), ("\ufffd", "d", 0.0), ("7", "e", 0.0)]
+    assert [(p.id, p.contents, p.score) for p in found] == [
+        ("", "a\ufffdb", 0.0),
+        ("", "\U0001f642", 0.0),
+        ("", "c", 0.0),
+        ("\ufffd", "d", 0.0),
+        ("7", "e", 0.0),
+    ]
 
 
 def test_a_short_trouble_is_survived_with_growing_pauses(pauses):
     with server((500, b"boom", 0), (200, b"{", 0), (503, b"", 0), (200, GOOD, 0)) as (url, requests):
-        assert search_over_http(["x"], url=url, topk=1, timeout_s=5, retries=3) == [[Passage("7", '"A"\nb', 0.5)]]
+        assert search_over_http(["x"], url=url, topk=1, timeout_s=5, retries=3) == [
+            [Passage("7", '"A"\nb', 0.5)]
+        ]
     assert len(requests) == 4 and pauses == [0.5, 1.0, 2.0]
 
 
@@ -168,14 +219,24 @@ def test_pauses_are_bounded(pauses):
 
 
 def test_a_server_error_names_status_and_text():
-    with server((500, b"CUDA out of memory", 0)) as (url, requests), pytest.raises(RetrieverError, match="failed 2 attempts .*status 500: 'CUDA out of memory'.*retriever.url"):
+    with (
+        server((500, b"CUDA out of memory", 0)) as (url, requests),
+        pytest.raises(
+            RetrieverError, match="failed 2 attempts .*status 500: 'CUDA out of memory'.*retriever.url"
+        ),
+    ):
         search_over_http(["x"], url=url, topk=1, timeout_s=5, retries=1)
     assert len(requests) == 2
 
 
 @pytest.mark.parametrize("status", [400, 404, 422, 302])
 def test_a_refusal_is_not_repeated(status):
-    with server((status, b"no such thing", 0)) as (url, requests), pytest.raises(RetrieverError, match=f"/retrieve refused the request with status {status}: 'no such thing'"):
+    with (
+        server((status, b"no such thing", 0)) as (url, requests),
+        pytest.raises(
+            RetrieverError, match=f"/retrieve refused the request with status {status}: 'no such thing'"
+        ),
+    ):
         search_over_http(["x"], url=url, topk=1, timeout_s=5, retries=5)
     assert len(requests) == 1
 
@@ -183,7 +244,9 @@ def test_a_refusal_is_not_repeated(status):
 def test_a_slow_server_times_out():
     started = time.monotonic()
     with server((200, GOOD, 30)) as (url, requests):
-        with pytest.raises(RetrieverError, match=r"failed 2 attempts .*no reply within 0.2 s \(retriever.timeout_s"):
+        with pytest.raises(
+            RetrieverError, match=r"failed 2 attempts .*no reply within 0.2 s \(retriever.timeout_s"
+        ):
             search_over_http(["x"], url=url, topk=1, timeout_s=0.2, retries=1)
         assert len(requests) == 2
     assert time.monotonic() - started < 10
@@ -197,7 +260,9 @@ def free_port() -> int:
 
 def test_a_server_that_is_down(pauses):
     url = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(RetrieverError, match=f"retriever {url}/retrieve failed 3 attempts .*ConnectError.*start one with"):
+    with pytest.raises(
+        RetrieverError, match=f"retriever {url}/retrieve failed 3 attempts .*ConnectError.*start one with"
+    ):
         search_over_http(["x"], url=url, topk=1, timeout_s=5, retries=2)
     assert pauses == [0.5, 1.0]
     with pytest.raises(RetrieverError, match="failed 1 attempt with 1 queries"):
@@ -210,7 +275,10 @@ def test_check_health_asks_one_real_question():
     assert len(requests) == 1 and requests[0][1]["topk"] == 1 and len(requests[0][1]["queries"]) == 1
     with server((200, {"result": [[]]}, 0)) as (url, requests):
         check_health(Retriever(url=url))  # an index may hold nothing of Hamlet
-    with server((200, {"result": [None]}, 0)) as (url, requests), pytest.raises(RetrieverError, match="no list of passages for query 1 of 1"):
+    with (
+        server((200, {"result": [None]}, 0)) as (url, requests),
+        pytest.raises(RetrieverError, match="no list of passages for query 1 of 1"),
+    ):
         check_health(Retriever(url=url))
 
 
@@ -227,19 +295,37 @@ def test_make_search_passes_its_options(pauses):
         search = make_search(Retriever(url=url, topk=4, retries=1))
         assert [len(passages) for passages in search(["x", "y"])] == [4, 4]
     assert requests[1][1]["topk"] == 4
-    with server((200, GOOD, 30)) as (url, _), pytest.raises(RetrieverError, match="1 attempt with .*within 0.1 s"):
+    with (
+        server((200, GOOD, 30)) as (url, _),
+        pytest.raises(RetrieverError, match="1 attempt with .*within 0.1 s"),
+    ):
         make_search(Retriever(url=url, timeout_s=0.1, retries=0))(["x"])
 
 
 def test_make_search_without_url_searches_here(tmp_path):
-    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"id": str(i), "contents": text}) + "\n" for i, text in enumerate(["red", "blue", "red red"])))
+    (tmp_path / "c.jsonl").write_text(
+        "".join(
+            json.dumps({"id": str(i), "contents": text}) + "\n"
+            for i, text in enumerate(["red", "blue", "red red"])
+        )
+    )
     search = make_search(Retriever(url=None, corpus=str(tmp_path / "c.jsonl"), backend="bm25", topk=2))
     assert len(search.fingerprint) == 16
     assert [[p.id for p in passages] for passages in search(["red", "blue"])] == [["2", "0"], ["1", "0"]]
     assert search([]) == []
 
 
-@pytest.mark.parametrize("reply, kind", [((500, b"", 0), ServerFault), ((429, b"busy", 0), ServerFault), ((200, b"{", 0), Malformed), ((200, {"result": []}, 0), Malformed), ((404, b"", 0), Refused), ((200, GOOD, 30), TimedOut)])
+@pytest.mark.parametrize(
+    "reply, kind",
+    [
+        ((500, b"", 0), ServerFault),
+        ((429, b"busy", 0), ServerFault),
+        ((200, b"{", 0), Malformed),
+        ((200, {"result": []}, 0), Malformed),
+        ((404, b"", 0), Refused),
+        ((200, GOOD, 30), TimedOut),
+    ],
+)
 def test_failures_have_types(reply, kind):
     with server(reply) as (url, _), pytest.raises(kind):
         search_over_http(["x"], url=url, topk=1, timeout_s=0.3, retries=0)
@@ -248,7 +334,10 @@ def test_failures_have_types(reply, kind):
 
 
 def test_replicas_share_the_work_and_stand_in_for_each_other(pauses):
-    with server((200, search_r1_reply, 0)) as (first, asked_first), server((200, search_r1_reply, 0)) as (second, asked_second):
+    with (
+        server((200, search_r1_reply, 0)) as (first, asked_first),
+        server((200, search_r1_reply, 0)) as (second, asked_second),
+    ):
         client = Client([first, second], timeout_s=5)
         for _ in range(6):
             client.search(["x"], 1)
@@ -260,7 +349,11 @@ def test_replicas_share_the_work_and_stand_in_for_each_other(pauses):
 
 
 def test_every_replica_is_tried_before_a_pause(pauses):
-    with server((500, b"", 0)) as (first, asked_first), server((500, b"", 0)) as (second, asked_second), pytest.raises(ServerFault, match="failed 5 attempts"):
+    with (
+        server((500, b"", 0)) as (first, asked_first),
+        server((500, b"", 0)) as (second, asked_second),
+        pytest.raises(ServerFault, match="failed 5 attempts"),
+    ):
         Client([first, second], timeout_s=5, retries=4).search(["x"], 1)
     assert (len(asked_first), len(asked_second)) == (3, 2) and pauses == [0.5, 1.0]
 
@@ -268,7 +361,8 @@ def test_every_replica_is_tried_before_a_pause(pauses):
 def test_the_deadline_counts_all_attempts_and_pauses(monkeypatch):
     started = time.monotonic()
     with server((200, GOOD, 30)) as (url, requests), pytest.raises(TimedOut, match="failed 3 attempts"):
-        Client([url], timeout_s=0.3, retries=50, deadline_s=1.7).search(["x"], 1)  # 0.3 + 0.5 + 0.3 + 1.0 would be too late; sleep is not waited out here
+        # 0.3 + 0.5 + 0.3 + 1.0 would be too late; sleep is not waited out here
+        Client([url], timeout_s=0.3, retries=50, deadline_s=1.7).search(["x"], 1)
     assert len(requests) == 3 and time.monotonic() - started < 2
 
 
@@ -299,7 +393,9 @@ def test_a_reply_that_trickles_is_late(monkeypatch):
     started = time.monotonic()
     try:
         with pytest.raises(TimedOut):
-            search_over_http(["x"], url=f"http://127.0.0.1:{httpd.server_port}", topk=1, timeout_s=0.4, retries=0)
+            search_over_http(
+                ["x"], url=f"http://127.0.0.1:{httpd.server_port}", topk=1, timeout_s=0.4, retries=0
+            )
         assert Client([f"http://127.0.0.1:{httpd.server_port}"], timeout_s=0.4).fingerprints() == [None]
     finally:
         stop.set()
@@ -308,15 +404,31 @@ def test_a_reply_that_trickles_is_late(monkeypatch):
     assert time.monotonic() - started < 2
 
 
-@pytest.mark.parametrize("health", [b"no JSON", b"[" * 100_000, b"{}", b"[]", b'{"fingerprint": ["a"]}', b'{"fingerprint": {}}', b'{"fingerprint": null}'])
+@pytest.mark.parametrize(
+    "health",
+    [
+        b"no JSON",
+        b"[" * 100_000,
+        b"{}",
+        b"[]",
+        b'{"fingerprint": ["a"]}',
+        b'{"fingerprint": {}}',
+        b'{"fingerprint": null}',
+    ],
+)
 def test_a_fingerprint_that_is_none_is_not_known(health):
     client = Client(["http://there"], timeout_s=5)
-    client.http = httpx.Client(transport=httpx.MockTransport(lambda request: httpx.Response(200, content=health)))
+    client.http = httpx.Client(
+        transport=httpx.MockTransport(lambda request: httpx.Response(200, content=health))
+    )
     assert client.fingerprints() == [None]
 
 
 def test_replicas_of_different_indexes_are_refused(monkeypatch):
-    with server((200, search_r1_reply, 0)) as (first, _), server((200, search_r1_reply, 0)) as (second, asked):
+    with (
+        server((200, search_r1_reply, 0)) as (first, _),
+        server((200, search_r1_reply, 0)) as (second, asked),
+    ):
         check_health(Retriever(url=first, replicas=(second,)))  # Search-R1's servers do not say
         assert len(asked) == 1
         monkeypatch.setattr(Client, "fingerprints", lambda self: ["a", None, "b"])

@@ -1,4 +1,5 @@
-"""train.py as a user runs it: whole runs of a world made in seconds, killed, resumed, refused and deprived of its retriever."""
+"""train.py as a user runs it: whole runs of a world made in seconds, killed, resumed, refused and deprived of
+its retriever."""
 
 import errno
 import json
@@ -31,15 +32,27 @@ def write_config(folder: Path, name: str, **changes) -> Path:
         "model": {"path": str(world / "policy"), "mixed_precision": "no"},
         "data": {"train": str(world / "train.jsonl")},
         "rollout": {
-            "num_questions": 4, "group_size": 3, "max_turns": 2, "max_prompt_tokens": 64, "max_new_tokens": 30, "max_observation_tokens": 100,
-            "max_episode_tokens": 300, "num_slots": 5, "overlap_search": False,
+            "num_questions": 4,
+            "group_size": 3,
+            "max_turns": 2,
+            "max_prompt_tokens": 64,
+            "max_new_tokens": 30,
+            "max_observation_tokens": 100,
+            "max_episode_tokens": 300,
+            "num_slots": 5,
+            "overlap_search": False,
         },
         "optim": {"lr": 1e-3, "warmup_steps": 2, "updates_per_rollout": 2, "micro_batch_size": 4},
         "reward": {"kind": "format"},  # a policy this raw never answers rightly, but its formats differ
         "loss": {"lld_lag_steps": 1},
         "retriever": {"url": None, "corpus": str(world / "corpus.jsonl"), "backend": "bm25"},
-        "eval": {"every": 3, "benchmarks": {"tiny": str(world / "heldout.jsonl")}, "during_training": ["tiny"], "max_questions": 8},
-    }  # fmt: skip
+        "eval": {
+            "every": 3,
+            "benchmarks": {"tiny": str(world / "heldout.jsonl")},
+            "during_training": ["tiny"],
+            "max_questions": 8,
+        },
+    }
     for section, options in changes.items():
         tree[section] = tree.get(section, {}) | options
     path = folder / f"{name}.yaml"
@@ -52,7 +65,13 @@ def command(config: Path, *more: str) -> list[str]:
 
 
 def run(config: Path, *more: str, timeout: int = 900):
-    return subprocess.run(command(config, *more), capture_output=True, text=True, timeout=timeout, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return subprocess.run(
+        command(config, *more),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
 
 
 def draw_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -69,13 +88,18 @@ def test_a_run_leaves_what_it_promises(folder):
     logged = rows(whole)
     assert [row["step"] for row in logged] == list(range(STEPS))
     assert all(metrics.described(name) for row in logged for name in row)
-    assert [step for step, row in enumerate(logged) if "eval/tiny/em" in row] == [0, 2, 5]  # at the start, then every third
+    # At the start, then every third
+    assert [step for step, row in enumerate(logged) if "eval/tiny/em" in row] == [0, 2, 5]
     assert all(row["sampler_gap/max"] < 1e-4 for row in logged)
     assert any(row["loss/lld"] > 0 for row in logged[1:])
     assert (whole / "figure.png").read_bytes().startswith(b"\x89PNG")
     assert 'id="trajectories-0-0"' in (whole / "report.html").read_text()
     assert list((whole / "lld").rglob("events.out.tfevents*"))  # TensorBoard, through accelerate's tracker
-    assert [path.name for path in sorted((whole / "checkpoints").iterdir())] == ["step_000002", "step_000004", "step_000006"]
+    assert [path.name for path in sorted((whole / "checkpoints").iterdir())] == [
+        "step_000002",
+        "step_000004",
+        "step_000006",
+    ]
     timed = [json.loads(line) for line in (whole / "timings.jsonl").read_text().splitlines()]
     assert all(row["time/step_s"] >= row["time/rollout_s"] + row["time/update_s"] > 0 for row in timed)
     assert yaml.safe_load((whole / "config.yaml").read_text())["optim"]["lr"] == 1e-3
@@ -83,14 +107,22 @@ def test_a_run_leaves_what_it_promises(folder):
 
 def test_the_console_tells_scores_and_what_to_type_next(folder):
     told = (folder / "whole.txt").read_text()
-    ems = {(row["step"] + 1) * (row["step"] > 0): row["eval/tiny/em"] for row in rows(folder / "whole") if "eval/tiny/em" in row}
+    ems = {
+        (row["step"] + 1) * (row["step"] > 0): row["eval/tiny/em"]
+        for row in rows(folder / "whole")
+        if "eval/tiny/em" in row
+    }
     assert f"held-out tiny EM {ems[0]:.3f} at the start\n" in told
     best = max(ems, key=lambda step: ems[step])
     at = f"after {best} steps" if best else "at the start"
     line = f"tiny EM {ems[6]:.3f} after 6 steps (start {ems[0]:.3f}, best {ems[best]:.3f} {at})"
     assert f"held-out {line}; {folder}/whole/report.html" in told  # also while the run goes on
-    assert f"{folder}/whole: 6 of 6 steps; held-out {line}; reward " in told and "python eval.py --ckpt" in told.splitlines()[-2]
-    assert "it/s" not in told and "%|" not in told and "step 1/6: reward" in told  # no bars where nobody watches
+    assert (
+        f"{folder}/whole: 6 of 6 steps; held-out {line}; reward " in told
+        and "python eval.py --ckpt" in told.splitlines()[-2]
+    )
+    # No bars where nobody watches
+    assert "it/s" not in told and "%|" not in told and "step 1/6: reward" in told
 
 
 def test_a_checkpoint_opens_with_from_pretrained(folder):
@@ -98,19 +130,28 @@ def test_a_checkpoint_opens_with_from_pretrained(folder):
 
     path = folder / "whole" / "checkpoints" / "step_000006"
     lm, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-    assert len({file.stat().st_mode for file in path.iterdir() if file.is_file()}) == 1, "who may read one file may read all"
+    assert len({file.stat().st_mode for file in path.iterdir() if file.is_file()}) == 1, (
+        "who may read one file may read all"
+    )
     assert lm(torch.tensor([tokenizer.encode("who")])).logits.isfinite().all()
     started = AutoModelForCausalLM.from_pretrained(folder / "world" / "policy")
     assert not torch.equal(lm.get_input_embeddings().weight, started.get_input_embeddings().weight)
 
 
 def test_kill_and_resume_repeat_the_run_bit_for_bit_and_a_rank_may_go(folder):
-    """kill -9 in a rollout, an update, a checkpoint and an evaluation, then --resume: logs, weights and optimizer equal the undisturbed run's.
+    """kill -9 in a rollout, an update, a checkpoint and an evaluation, then --resume: logs, weights and
+    optimizer equal the undisturbed run's.
 
-    Then rank 1 of 2 alone gets SIGTERM, is killed, or hangs: rank 0 ends too, says why and has saved what stood. So does a process alone whose search hangs.
+    Then rank 1 of 2 alone gets SIGTERM, is killed, or hangs: rank 0 ends too, says why and has saved what
+    stood. So does a process alone whose search hangs.
     """
     script = ROOT / "tests" / "bench" / "kill_and_resume.py"
-    done = subprocess.run([sys.executable, str(script), "--moments", "4", "--out", str(folder)], capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(
+        [sys.executable, str(script), "--moments", "4", "--out", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     assert "4 of 4 killed runs" in done.stdout and "5 of 5 checks" in done.stdout
 
@@ -123,42 +164,62 @@ def refused(capsys, config: Path, *more: str, code: int = 2) -> str:
 
 def test_a_folder_that_holds_a_run_is_refused(folder, capsys):
     message = refused(capsys, folder / "whole.yaml")
-    assert re.search(r"run.dir = .*whole already holds a run: continue it with --resume, or choose another run.dir", message)
+    assert re.search(
+        r"run.dir = .*whole already holds a run: continue it with --resume, or choose another run.dir",
+        message,
+    )
 
 
 def test_a_resumed_run_keeps_its_options(folder, capsys):
     message = refused(capsys, folder / "whole.yaml", "--resume", "optim.lr=0.5")
-    assert "--resume: optim.lr was 0.001 and is 0.5 now" in message and f"give `--config {folder}/whole/config.yaml --resume`" in message
+    assert (
+        "--resume: optim.lr was 0.001 and is 0.5 now" in message
+        and f"give `--config {folder}/whole/config.yaml --resume`" in message
+    )
 
 
-@pytest.mark.parametrize("name, remedy", [("mlflow", "pip install mlflow"), ("tensorbord", "accelerate knows aim, ")])
+@pytest.mark.parametrize(
+    "name, remedy", [("mlflow", "pip install mlflow"), ("tensorbord", "accelerate knows aim, ")]
+)
 def test_a_tracker_that_would_be_left_out_is_refused(folder, capsys, monkeypatch, name, remedy):
     monkeypatch.setattr(train, "get_available_trackers", lambda: [])
     message = refused(capsys, folder / "whole.yaml", f"run.trackers=[{name}]", f"run.dir={folder}/tracked")
-    assert f"run.trackers names {name!r}" in message and remedy in message and not (folder / "tracked").exists()
+    assert (
+        f"run.trackers names {name!r}" in message and remedy in message and not (folder / "tracked").exists()
+    )
 
 
 def test_resuming_nothing_is_refused(folder, capsys):
-    assert "nothing holds no run" in refused(capsys, folder / "whole.yaml", "--resume", f"run.dir={folder}/nothing")
+    assert "nothing holds no run" in refused(
+        capsys, folder / "whole.yaml", "--resume", f"run.dir={folder}/nothing"
+    )
 
 
 def test_dashes_and_a_full_disk_in_the_warm_start_end_with_one_line(folder, capsys):
     with pytest.raises(SystemExit) as ended:
         train.main(["--config", str(folder / "whole.yaml"), "--run.steps", "3"])
-    assert ended.value.code == 2 and "options are written without dashes: run.steps=3" in capsys.readouterr().err
+    assert (
+        ended.value.code == 2 and "options are written without dashes: run.steps=3" in capsys.readouterr().err
+    )
     world = [f"run.dir={folder}/x", f"tinyworld.dir={folder}/full_world"]
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         message = refused(capsys, folder / "whole.yaml", *world, code=7)
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+        )
     assert "full_world' cannot be written" in message and "Nothing was trained: make room" in message
     assert not (folder / "x").exists() and not list(folder.glob("full_world*"))
 
 
 def test_a_missing_model_and_a_missing_question_file_are_named(folder, capsys):
-    assert "model.path" in refused(capsys, folder / "whole.yaml", f"run.dir={folder}/x", f"model.path={folder}/nowhere")
-    assert "nowhere.jsonl" in refused(capsys, folder / "whole.yaml", f"run.dir={folder}/x", f"data.train={folder}/nowhere.jsonl")
+    assert "model.path" in refused(
+        capsys, folder / "whole.yaml", f"run.dir={folder}/x", f"model.path={folder}/nowhere"
+    )
+    assert "nowhere.jsonl" in refused(
+        capsys, folder / "whole.yaml", f"run.dir={folder}/x", f"data.train={folder}/nowhere.jsonl"
+    )
     assert not (folder / "x").exists()
 
 
@@ -167,21 +228,31 @@ def test_a_truncated_checkpoint_is_named(folder, capsys):
     shutil.copytree(folder / "whole", copy)
     weights = copy / "checkpoints" / "step_000006" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    config = write_config(folder, "truncated", run={"dir": str(copy), "steps": 8, "save_every": 2, "keep_checkpoints": 0})
+    config = write_config(
+        folder, "truncated", run={"dir": str(copy), "steps": 8, "save_every": 2, "keep_checkpoints": 0}
+    )
     before = (copy / "metrics.jsonl").read_bytes()
     message = refused(capsys, config, "--resume")
-    assert re.search(r"step_000006: model.safetensors has \d+ bytes .* it is damaged, delete the folder to resume from the one before", message)
+    assert re.search(
+        r"step_000006: model.safetensors has \d+ bytes .* it is damaged, delete the folder to resume from "
+        r"the one before",
+        message,
+    )
     assert (copy / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_checkpoint_of_another_model_is_named(folder):
     here = {"lm_head.weight": torch.zeros(3, 4)}
-    with pytest.raises(ValueError, match="is of another model: .* resume with the model.path it was trained with"):
+    with pytest.raises(
+        ValueError, match="is of another model: .* resume with the model.path it was trained with"
+    ):
         checkpoint.load_trainer_state(folder / "whole" / "checkpoints" / "step_000006", here)
 
 
 def test_half_written_checkpoints_are_not_taken_for_whole(folder, tmp_path):
-    shutil.copytree(folder / "whole" / "checkpoints" / "step_000002", tmp_path / "checkpoints" / "step_000002")
+    shutil.copytree(
+        folder / "whole" / "checkpoints" / "step_000002", tmp_path / "checkpoints" / "step_000002"
+    )
     (tmp_path / "checkpoints" / "step_000004.partial").mkdir()
     (tmp_path / "checkpoints" / "step_000006").mkdir()  # no manifest
     assert checkpoint.latest(tmp_path).name == "step_000002"
@@ -196,8 +267,14 @@ class Failing(BaseHTTPRequestHandler):
         cls = type(self)
         queries = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["queries"]
         cls.good -= 1
-        status, lists = (200, len(queries)) if cls.good >= 0 else {"500": (500, 0), "short": (200, len(queries) - 1)}[cls.how]
-        body = json.dumps({"result": [[{"document": {"id": "0", "contents": '"T"\ntext'}, "score": 1.0}] * 3] * lists}).encode()
+        status, lists = (
+            (200, len(queries))
+            if cls.good >= 0
+            else {"500": (500, 0), "short": (200, len(queries) - 1)}[cls.how]
+        )
+        body = json.dumps(
+            {"result": [[{"document": {"id": "0", "contents": '"T"\ntext'}, "score": 1.0}] * 3] * lists}
+        ).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -218,12 +295,19 @@ def test_a_failing_retriever_stops_the_run_with_a_checkpoint(folder, how, capsys
     message = refused(capsys, config, code=3)
     server.shutdown()
     assert "failed 2 attempts" in message and "Nothing was trained on the failed search" in message
-    finished = len(rows(folder / f"failing_{how}")) if (folder / f"failing_{how}" / "metrics.jsonl").exists() else 0
-    assert checkpoint.latest(folder / f"failing_{how}") == checkpoint.folder_of(folder / f"failing_{how}", finished)
+    finished = (
+        len(rows(folder / f"failing_{how}")) if (folder / f"failing_{how}" / "metrics.jsonl").exists() else 0
+    )
+    assert checkpoint.latest(folder / f"failing_{how}") == checkpoint.folder_of(
+        folder / f"failing_{how}", finished
+    )
 
 
-def test_a_retriever_that_fails_in_an_evaluation_loses_nothing_and_the_run_resumes_exactly(folder, capsys, monkeypatch):
-    """The step before the evaluation is logged and saved; resumed with a good retriever, the run equals one that was never disturbed."""
+def test_a_retriever_that_fails_in_an_evaluation_loses_nothing_and_the_run_resumes_exactly(
+    folder, capsys, monkeypatch
+):
+    """The step before the evaluation is logged and saved; resumed with a good retriever, the run equals one
+    that was never disturbed."""
     rows_of, evaluate = {}, train.evaluate
 
     def without_retriever(*args):
@@ -235,14 +319,22 @@ def test_a_retriever_that_fails_in_an_evaluation_loses_nothing_and_the_run_resum
         server = HTTPServer(("127.0.0.1", 0), handler)
         Thread(target=server.serve_forever, daemon=True).start()
         retriever = {"url": f"http://127.0.0.1:{server.server_port}", "retries": 0, "timeout_s": 5}
-        config = write_config(folder, name, retriever=retriever, eval={"every": 2, "at_start": False}, run={"dir": str(folder / name), "steps": 4, "save_every": 50})
+        config = write_config(
+            folder,
+            name,
+            retriever=retriever,
+            eval={"every": 2, "at_start": False},
+            run={"dir": str(folder / name), "steps": 4, "save_every": 50},
+        )
         with monkeypatch.context() as patch:
             if name == "disturbed":
                 patch.setattr(train, "evaluate", without_retriever)
             code = train.main(["--config", str(config)])
         if name == "disturbed":
             assert code == 3 and "Saved" in capsys.readouterr().err
-            assert len(rows(folder / name)) == 2 and checkpoint.latest(folder / name) == checkpoint.folder_of(folder / name, 2)
+            assert len(rows(folder / name)) == 2 and checkpoint.latest(folder / name) == checkpoint.folder_of(
+                folder / name, 2
+            )
             handler.good = 10**9
             code = train.main(["--config", str(config), "--resume"])
         assert code == 0
@@ -251,11 +343,21 @@ def test_a_retriever_that_fails_in_an_evaluation_loses_nothing_and_the_run_resum
     assert rows_of["disturbed"] == rows_of["undisturbed"]  # the evaluation that failed is made up
 
 
-@pytest.mark.parametrize("change, message", [
-    ("rollout.max_prompt_tokens=1", "its prompt has"), ("rollout.max_observation_tokens=4", "rollout.max_observation_tokens"), ("rollout.max_episode_tokens=99999", "exceeds the model's context"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ("rollout.max_prompt_tokens=1", "its prompt has"),
+        ("rollout.max_observation_tokens=4", "rollout.max_observation_tokens"),
+        ("rollout.max_episode_tokens=99999", "exceeds the model's context"),
+    ],
+)
 def test_budgets_are_checked_before_work_starts(folder, capsys, change, message):
-    more = ["tinyworld.dir=null", "tinyworld.num_people=160", "tinyworld.warm_start_steps=600", "tinyworld.hidden_size=128"]
+    more = [
+        "tinyworld.dir=null",
+        "tinyworld.num_people=160",
+        "tinyworld.warm_start_steps=600",
+        "tinyworld.hidden_size=128",
+    ]
     assert message in refused(capsys, folder / "whole.yaml", f"run.dir={folder}/budget", change, *more)
     assert not (folder / "budget").exists()
 
@@ -264,13 +366,21 @@ def test_weights_of_another_model_are_refused(folder, capsys, tmp_path):
     """transformers only warns and fills missing layers with random numbers."""
     shutil.copytree(folder / "world" / "policy", tmp_path / "deeper")
     shape = json.loads((tmp_path / "deeper" / "config.json").read_text())
-    (tmp_path / "deeper" / "config.json").write_text(json.dumps(shape | {"num_hidden_layers": shape["num_hidden_layers"] + 1}))
-    assert "weights and config.json are not of the same model" in refused(capsys, folder / "whole.yaml", f"run.dir={folder}/x", f"model.path={tmp_path}/deeper")
+    (tmp_path / "deeper" / "config.json").write_text(
+        json.dumps(shape | {"num_hidden_layers": shape["num_hidden_layers"] + 1})
+    )
+    assert "weights and config.json are not of the same model" in refused(
+        capsys, folder / "whole.yaml", f"run.dir={folder}/x", f"model.path={tmp_path}/deeper"
+    )
     weights = tmp_path / "deeper" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:500])
-    assert "cannot load the weights of model.path" in refused(capsys, folder / "whole.yaml", f"run.dir={folder}/x", f"model.path={tmp_path}/deeper")
+    assert "cannot load the weights of model.path" in refused(
+        capsys, folder / "whole.yaml", f"run.dir={folder}/x", f"model.path={tmp_path}/deeper"
+    )
     (tmp_path / "deeper" / "tokenizer.json").write_text('{"cut')
-    assert "cannot open the tokenizer of model.path" in refused(capsys, folder / "whole.yaml", f"run.dir={folder}/x", f"model.path={tmp_path}/deeper")
+    assert "cannot open the tokenizer of model.path" in refused(
+        capsys, folder / "whole.yaml", f"run.dir={folder}/x", f"model.path={tmp_path}/deeper"
+    )
 
 
 def test_a_retriever_that_is_down_is_named_before_work_starts(folder, capsys):
@@ -286,23 +396,43 @@ def test_a_crash_box_replays_bit_for_bit_and_shows_another_loss(folder, capsys, 
     With more LLDS the first replayed update still agrees, later ones do not.
     """
     monkeypatch.setattr(train.phases.Detector, "update", lambda self, row: (0, 2, 2, 3)[row["step"]])
-    config = write_config(folder, "boxed", eval={"every": 0}, run={"dir": str(folder / "boxed"), "steps": 4, "save_every": 50}, monitor={"crash_box": 1, "stop_in_phase": 3})
+    config = write_config(
+        folder,
+        "boxed",
+        eval={"every": 0},
+        run={"dir": str(folder / "boxed"), "steps": 4, "save_every": 50},
+        monitor={"crash_box": 1, "stop_in_phase": 3},
+    )
     anchors, update_policy = [], train.update_policy
-    monkeypatch.setattr(train, "update_policy", lambda *args, anchor, **more: anchors.append(anchor is not None) or update_policy(*args, anchor=anchor, **more))
+    monkeypatch.setattr(
+        train,
+        "update_policy",
+        lambda *args, anchor, **more: (
+            anchors.append(anchor is not None) or update_policy(*args, anchor=anchor, **more)
+        ),
+    )
     assert train.main(["--config", str(config)]) == 4
-    assert anchors == [False, True, True, True]  # at the first step an older policy is this one, scored by another pass
+    # At the first step an older policy is this one, scored by another pass
+    assert anchors == [False, True, True, True]
     box = folder / "boxed" / "boxes" / "step_000004"
     assert sorted(path.name for path in box.parent.iterdir()) == ["step_000002", "step_000004"]
     assert "phase 3 (acceleration) begins" in (folder / "boxed" / "warnings.log").read_text()
-    assert sorted(path.name for path in (box / "episodes").iterdir()) == ["step_000002.jsonl", "step_000003.jsonl"]
+    assert sorted(path.name for path in (box / "episodes").iterdir()) == [
+        "step_000002.jsonl",
+        "step_000003.jsonl",
+    ]
     capsys.readouterr()
     assert train.main(["--replay", str(box)]) == 0
     assert "bit for bit" in capsys.readouterr().out
     originals = rows(folder / "boxed")[2:]
     assert rows(box / "replays" / "unchanged") == originals
-    # The same box from a stranger: a model whose code runs when it is opened, a world to be made elsewhere, a log elsewhere.
+    # The same box from a stranger: a model whose code runs when it is opened, a world to be made elsewhere, a
+    # log elsewhere.
     shutil.copytree(folder / "world" / "policy", box.parent / "evil")
-    evil_shape = json.loads((box.parent / "evil" / "config.json").read_text()) | {"auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}, "model_type": "evil"}
+    evil_shape = json.loads((box.parent / "evil" / "config.json").read_text()) | {
+        "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"},
+        "model_type": "evil",
+    }
     (box.parent / "evil" / "config.json").write_text(json.dumps(evil_shape))
     (box.parent / "evil" / "evil.py").write_text(f"open({str(box.parent / 'PWNED')!r}, 'w')")
     (box.parent / "victim.partial").mkdir()
@@ -314,8 +444,14 @@ def test_a_crash_box_replays_bit_for_bit_and_shows_another_loss(folder, capsys, 
     (box / "config.yaml").write_text(yaml.safe_dump(options))
     assert train.main(["--replay", str(box), "loss.lld_weight=5.0"]) == 0
     changed = rows(box / "replays" / "lld_weight=5.0")
-    assert changed[0]["likelihood/correct_old"] == originals[0]["likelihood/correct_old"] and changed[1]["likelihood/correct_old"] != originals[1]["likelihood/correct_old"]
-    assert not any((box.parent / name).exists() for name in ("PWNED", "victim", "elsewhere")) and (box.parent / "victim.partial" / "thesis.tex").read_text() == "years of work"
+    assert (
+        changed[0]["likelihood/correct_old"] == originals[0]["likelihood/correct_old"]
+        and changed[1]["likelihood/correct_old"] != originals[1]["likelihood/correct_old"]
+    )
+    assert (
+        not any((box.parent / name).exists() for name in ("PWNED", "victim", "elsewhere"))
+        and (box.parent / "victim.partial" / "thesis.tex").read_text() == "years of work"
+    )
     assert "rollout.max_turns cannot be changed" in refused_replay(capsys, box, "rollout.max_turns=1")
     (box / "episodes" / "step_000002.jsonl").unlink()
     assert "the box is damaged" in refused_replay(capsys, box)
@@ -329,17 +465,39 @@ def refused_replay(capsys, box: Path, *overrides: str) -> str:
 
 def test_a_run_can_stop_when_a_phase_begins_and_leaves_its_report(folder, capsys, monkeypatch):
     monkeypatch.setattr(train.phases.Detector, "update", lambda self, row: 2 if row["step"] >= 1 else 0)
-    config = write_config(folder, "stopped", eval={"every": 0}, run={"dir": str(folder / "stopped"), "steps": 4, "save_every": 50}, monitor={"stop_in_phase": 2})
+    config = write_config(
+        folder,
+        "stopped",
+        eval={"every": 0},
+        run={"dir": str(folder / "stopped"), "steps": 4, "save_every": 50},
+        monitor={"stop_in_phase": 2},
+    )
     assert train.main(["--config", str(config)]) == 4
     told, stopped = capsys.readouterr(), folder / "stopped"
     assert "phase 2 (decay) has begun" in told.err
-    assert told.out.endswith(f"python eval.py --ckpt {stopped}/checkpoints/step_000002 --config {stopped}/config.yaml\n{stopped}/report.html and {stopped}/figure.png show the run\n")
+    assert told.out.endswith(
+        f"python eval.py --ckpt {stopped}/checkpoints/step_000002 --config "
+        f"{stopped}/config.yaml\n{stopped}/report.html and {stopped}/figure.png show the run\n"
+    )
     assert f"{stopped}: 2 of 4 steps; reward " in told.out and "newest checkpoint" in told.out
-    assert 'id="content"' in (stopped / "report.html").read_text() and (stopped / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert 'id="content"' in (stopped / "report.html").read_text() and (
+        stopped / "figure.png"
+    ).read_bytes().startswith(b"\x89PNG")
     assert not list(stopped.glob("partial-*"))
 
 
-@pytest.mark.parametrize("ending, code", [(3, 3), (5, 5), (6, 6), (train.RetrieverError("gone"), 3), (OSError(errno.ENOSPC, "full"), 7), (KeyError("a bug"), 1)], ids=str)
+@pytest.mark.parametrize(
+    "ending, code",
+    [
+        (3, 3),
+        (5, 5),
+        (6, 6),
+        (train.RetrieverError("gone"), 3),
+        (OSError(errno.ENOSPC, "full"), 7),
+        (KeyError("a bug"), 1),
+    ],
+    ids=str,
+)
 def test_however_a_run_ends_it_leaves_its_report(tmp_path, monkeypatch, capsys, ending, code):
     def ends(guard, cfg, *_):
         guard.run_dir = tmp_path
@@ -360,15 +518,41 @@ def test_however_a_run_ends_it_leaves_its_report(tmp_path, monkeypatch, capsys, 
 
 
 def test_a_collapse_stops_the_run_fills_the_box_and_no_report_hides_why(folder, capsys, monkeypatch):
-    """The rule itself, on made-up rewards that are lost at once; a report that fails costs neither message nor exit code."""
+    """The rule itself, on made-up rewards that are lost at once; a report that fails costs neither message
+    nor exit code."""
     seen = train.phases.Detector.update
-    made_up = lambda row: row | {"reward/mean": 0.5 * (row["step"] == 0), "reward/mixed_groups": float(row["step"] == 0), "answered": 1.0 * (row["step"] == 0)}
+    made_up = lambda row: (
+        row
+        | {
+            "reward/mean": 0.5 * (row["step"] == 0),
+            "reward/mixed_groups": float(row["step"] == 0),
+            "answered": 1.0 * (row["step"] == 0),
+        }
+    )
     monkeypatch.setattr(train.phases.Detector, "update", lambda self, row: seen(self, made_up(row)))
     monkeypatch.setattr("lld.report.write_page", lambda *_: 1 / 0)
-    config = write_config(folder, "dead", eval={"every": 0}, run={"dir": str(folder / "dead"), "steps": 9, "save_every": 50}, monitor={"stop_in_phase": 4, "crash_box": 2})
+    config = write_config(
+        folder,
+        "dead",
+        eval={"every": 0},
+        run={"dir": str(folder / "dead"), "steps": 9, "save_every": 50},
+        monitor={"stop_in_phase": 4, "crash_box": 2},
+    )
     assert train.main(["--config", str(config)]) == 4
     told = capsys.readouterr()
-    assert "phase 4 (collapse) begins: reward/mean 0.50 -> 0.10, answered 1.00 -> 0.20" in told.err and "phase 4 (collapse) has begun" in told.err and "--resume would go on with a collapsed policy" in told.err
-    assert len(rows(folder / "dead")) == 5 and (folder / "dead" / "boxes" / "step_000005" / "config.yaml").exists()
-    assert f"no report could be drawn (ZeroDivisionError: division by zero); python -m lld.report {folder}/dead tries again" in told.out
-    assert len(rows(folder / "stopped")) == 2 and checkpoint.latest(folder / "stopped") == checkpoint.folder_of(folder / "stopped", 2)
+    assert (
+        "phase 4 (collapse) begins: reward/mean 0.50 -> 0.10, answered 1.00 -> 0.20" in told.err
+        and "phase 4 (collapse) has begun" in told.err
+        and "--resume would go on with a collapsed policy" in told.err
+    )
+    assert (
+        len(rows(folder / "dead")) == 5
+        and (folder / "dead" / "boxes" / "step_000005" / "config.yaml").exists()
+    )
+    assert (
+        "no report could be drawn (ZeroDivisionError: division by zero); python -m lld.report "
+        f"{folder}/dead tries again" in told.out
+    )
+    assert len(rows(folder / "stopped")) == 2 and checkpoint.latest(
+        folder / "stopped"
+    ) == checkpoint.folder_of(folder / "stopped", 2)

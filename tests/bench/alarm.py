@@ -1,11 +1,12 @@
-"""What the early warning and the collapse alarm (lld/phases.py) are worth on recorded runs: misses, delays, false alarms.
+"""What the early warning and the collapse alarm (lld/phases.py) are worth on recorded runs: misses, delays,
+false alarms.
 
     python tests/bench/alarm.py                 # the table, from tests/fixtures/alarm.jsonl
     python tests/bench/alarm.py --record RUN …  # writes that file anew from run folders
 
-A run counts as collapsed if the mean reward of its last 10 steps is below half of its best level (the highest mean of 10 steps,
-of fewer at the start), and its reward as lost from the first step at which the mean of the last 5 steps is below half of the level
-so far and stays there for 10 steps.
+A run counts as collapsed if the mean reward of its last 10 steps is below half of its best level (the highest
+mean of 10 steps, of fewer at the start), and its reward as lost from the first step at which the mean of the
+last 5 steps is below half of the level so far and stays there for 10 steps.
 """
 
 import argparse
@@ -36,8 +37,17 @@ def record(folders: list[Path]) -> None:
     lines = []
     for folder in folders:
         rows, options = runs.read_metrics(folder), runs.read_options(folder)
-        about = {"method": runs.method(options), "rate": options["optim.lr"], "seed": options["run.seed"], "questions": options["rollout.num_questions"], "updates": options["optim.updates_per_rollout"]}
-        columns = {name: [float(f"{row[name]:.{DIGITS}g}") if name in row else None for row in rows] for name in NAMES}
+        about = {
+            "method": runs.method(options),
+            "rate": options["optim.lr"],
+            "seed": options["run.seed"],
+            "questions": options["rollout.num_questions"],
+            "updates": options["optim.updates_per_rollout"],
+        }
+        columns = {
+            name: [float(f"{row[name]:.{DIGITS}g}") if name in row else None for row in rows]
+            for name in NAMES
+        }
         lines.append(json.dumps(about | {"columns": columns}, separators=(",", ":")))
     FIXTURE.parent.mkdir(exist_ok=True)
     FIXTURE.write_text("".join(line + "\n" for line in lines))
@@ -50,13 +60,18 @@ def read() -> list[tuple[dict, list[dict]]]:
         about = json.loads(line)
         columns = about.pop("columns")
         count = len(columns["reward/mean"])
-        rows = [{"step": step} | {name: values[step] for name, values in columns.items() if values[step] is not None} for step in range(count)]
+        rows = [
+            {"step": step}
+            | {name: values[step] for name, values in columns.items() if values[step] is not None}
+            for step in range(count)
+        ]
         found.append((about, rows))
     return found
 
 
 def reward_lost(rewards: list[float]) -> tuple[bool, int | None]:
-    """Whether a run has collapsed by its end, and from which step its reward was lost; None if it never was for 10 steps."""
+    """Whether a run has collapsed by its end, and from which step its reward was lost; None if it never was
+    for 10 steps."""
     levels = runs.running_mean(rewards, phases.WINDOW)
     low = [fmean(rewards[max(0, s - 4) : s + 1]) < max(levels[: s + 1]) / 2 for s in range(len(rewards))]
     since = next((s for s in range(len(rewards) - 9) if all(low[s : s + 10])), None)
@@ -69,28 +84,64 @@ def judge(about: dict, rows: list[dict]) -> dict:
     detector, before = phases.Detector(about["updates"]), WithoutCollapse(about["updates"])
     now, old = [detector.update(row) for row in rows], [before.update(row) for row in rows]
     collapsed, since = reward_lost([row["reward/mean"] for row in rows])
-    return about | {"steps": len(rows), "collapsed": collapsed, "lost": since, "old": first(old, 2), "collapse": first(now, phases.COLLAPSE)}
+    return about | {
+        "steps": len(rows),
+        "collapsed": collapsed,
+        "lost": since,
+        "old": first(old, 2),
+        "collapse": first(now, phases.COLLAPSE),
+    }
 
 
 def table() -> tuple[list[dict], str]:
     """The judged runs, and the table as text."""
-    judged = sorted((judge(about, rows) for about, rows in read()), key=lambda run: (run["questions"], run["rate"], run["method"], run["seed"]))
+    judged = sorted(
+        (judge(about, rows) for about, rows in read()),
+        key=lambda run: (run["questions"], run["rate"], run["method"], run["seed"]),
+    )
     show = lambda value: "–" if value is None else str(value)
-    lines = ["| questions | rate | method | seed | steps | collapsed | reward lost from | decay or acceleration | collapse alarm | steps after the loss |", "|---|---|---|---|---|---|---|---|---|---|"]
+    lines = [
+        (
+            "| questions | rate | method | seed | steps | collapsed | reward lost from | decay or "
+            "acceleration "
+            "| collapse alarm | steps after the loss |"
+        ),
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
     for run in judged:
-        late = show(run["collapse"] - run["lost"] if run["collapse"] is not None and run["lost"] is not None else None)
-        lines.append(f"| {run['questions']} | {run['rate']:g} | {run['method']} | {run['seed']} | {run['steps']} | {'yes' if run['collapsed'] else 'no'} | {show(run['lost'])} | {show(run['old'])} | {show(run['collapse'])} | {late} |")
+        late = show(
+            run["collapse"] - run["lost"] if run["collapse"] is not None and run["lost"] is not None else None
+        )
+        lines.append(
+            f"| {run['questions']} | {run['rate']:g} | {run['method']} | {run['seed']} | {run['steps']} | "
+            f"{'yes' if run['collapsed'] else 'no'} | {show(run['lost'])} | {show(run['old'])} | "
+            f"{show(run['collapse'])} | {late} |"
+        )
     for name, column in (("decay or acceleration (the rule before)", "old"), ("collapse", "collapse")):
-        dead, alive = [run for run in judged if run["collapsed"]], [run for run in judged if not run["collapsed"]]
+        dead, alive = (
+            [run for run in judged if run["collapsed"]],
+            [run for run in judged if not run["collapsed"]],
+        )
         caught = [run for run in dead if run[column] is not None]
         delays = sorted(run[column] - run["lost"] for run in caught)
-        middle = f", {delays[0]:+d} to {delays[-1]:+d} steps after the loss, median {median(delays):+g}" if len(delays) > 1 else f", {delays[0]:+d} steps after the loss" if delays else ""
-        lines.append(f"\n{name}: {len(caught)} of {len(dead)} collapsed runs{middle}; false alarms in {sum(run[column] is not None for run in alive)} of {len(alive)} others")
+        middle = (
+            f", {delays[0]:+d} to {delays[-1]:+d} steps after the loss, median {median(delays):+g}"
+            if len(delays) > 1
+            else f", {delays[0]:+d} steps after the loss"
+            if delays
+            else ""
+        )
+        lines.append(
+            f"\n{name}: {len(caught)} of {len(dead)} collapsed runs{middle}; false alarms in "
+            f"{sum(run[column] is not None for run in alive)} of {len(alive)} others"
+        )
     return judged, "\n".join(lines)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--record", nargs="+", type=Path, metavar="RUN")
     args = parser.parse_args()
     if args.record:

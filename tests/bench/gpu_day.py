@@ -1,10 +1,12 @@
-"""All that one GPU has to answer, in one command of at most nine minutes; prints one table and writes one JSON.
+"""All that one GPU has to answer, in one command of at most nine minutes; prints one table and writes one
+JSON.
 
     python tests/bench/gpu_day.py [--out gpu_day.json] [--only NAME …]
-    python tests/bench/gpu_day.py --pretend        # the same on the pretended device (tests/cuda), with tiny shapes
+    python tests/bench/gpu_day.py --pretend        # the same on the pretended device (tests/cuda), with tiny
+      shapes
 
-Each part is a process of its own with a time limit of its own, so that a failure, or a kernel that hangs, does
-not end the others. What a part prints as a table is read into the JSON; its whole output lies there too.
+Each part is a process of its own with a time limit of its own, so that a failure, or a kernel that hangs,
+does not end the others. What a part prints as a table is read into the JSON; its whole output lies there too.
 """
 
 import argparse
@@ -26,7 +28,8 @@ TINY_RUN = ["model.mixed_precision=bf16", "model.gradient_checkpointing=true"]
 
 @dataclass(frozen=True)
 class Part:
-    """A command with its limit in seconds; `pretended` is the one for the pretended device, None where it has none."""
+    """A command with its limit in seconds; `pretended` is the one for the pretended device, None where it has
+    none."""
 
     name: str
     limit: float
@@ -135,7 +138,8 @@ def summary(result: dict) -> list[str]:
     return [f"{start} {text} |" for text in told or [last.strip().replace("|", "/")[:150]]]
 
 
-# ---- parts that are no script of their own -----------------------------------------------------------------------------
+# ---- parts that are no script of their own
+# -----------------------------------------------------------------------------
 
 
 def parity() -> None:
@@ -161,7 +165,8 @@ def parity() -> None:
 
 
 def gap() -> None:
-    """|log p(trainer) - log p(sampler)| of sampled tokens, by the type that is computed in: the noise floor of LLDS."""
+    """|log p(trainer) - log p(sampler)| of sampled tokens, by the type that is computed in: the noise floor
+    of LLDS."""
     import torch
     from conftest import make_lm, make_tokenizer
 

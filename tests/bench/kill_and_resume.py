@@ -1,10 +1,11 @@
-"""kill -9 at random moments of every phase, and faults of one rank of two; each run is then resumed and compared with one
-that nothing disturbed, bit for bit; and a hung search.
+"""kill -9 at random moments of every phase, and faults of one rank of two; each run is then resumed and
+compared with one that nothing disturbed, bit for bit; and a hung search.
 
     python tests/bench/kill_and_resume.py [--moments 20] [--seed 0] [--out FOLDER]
 
-Every run is a forked child of this process, which imports train.py once and never computes. Prints a table; exit code 1
-where anything differs. A kill falls at a random time within a random visit of its phase, as the undisturbed run timed it.
+Every run is a forked child of this process, which imports train.py once and never computes. Prints a table;
+exit code 1 where anything differs. A kill falls at a random time within a random visit of its phase, as the
+undisturbed run timed it.
 """
 
 import argparse
@@ -33,11 +34,16 @@ from lld.runs import read_rows
 
 PHASES = ("rollout", "update", "checkpoint", "evaluation")
 STEPS = 4
-OPTIONS = {"run": {"steps": STEPS, "save_every": 2}, "eval": {"every": 2, "max_questions": 3}, "rollout": {"num_questions": 2, "group_size": 4, "max_new_tokens": 24, "num_slots": 8}}
+OPTIONS = {
+    "run": {"steps": STEPS, "save_every": 2},
+    "eval": {"every": 2, "max_questions": 3},
+    "rollout": {"num_questions": 2, "group_size": 4, "max_new_tokens": 24, "num_slots": 8},
+}
 
 
 def start(config: Path, *more: str, before=None, rank: int = 0, num_ranks: int = 1, port: int = 0) -> int:
-    """Forks a run of train.py, its output in a file beside the YAML; returns its process id. `before()` runs in the child."""
+    """Forks a run of train.py, its output in a file beside the YAML; returns its process id. `before()` runs
+    in the child."""
     child = os.fork()
     if child:
         return child
@@ -45,7 +51,14 @@ def start(config: Path, *more: str, before=None, rank: int = 0, num_ranks: int =
     os.dup2(log, 1)
     os.dup2(log, 2)
     if num_ranks > 1:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(num_ranks),
+            LOCAL_WORLD_SIZE=str(num_ranks),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
     train.write_report = lambda *_: ""  # figures take longer than these runs
     try:
         if before is not None:
@@ -112,11 +125,22 @@ def killed_in(phase: str, visit: int, delay_s: float):
 def content(run_dir: Path) -> dict[str, str]:
     """Checksums of what must not differ: both logs, and weights and optimizer after the last step."""
     last = checkpoint.folder_of(run_dir, STEPS)
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (run_dir / "metrics.jsonl", run_dir / "updates.jsonl", last / "model.safetensors", last / "trainer_state.pt")}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in (
+            run_dir / "metrics.jsonl",
+            run_dir / "updates.jsonl",
+            last / "model.safetensors",
+            last / "trainer_state.pt",
+        )
+    }
 
 
 def options(folder: Path, name: str, **changes) -> Path:
-    tree = {section: OPTIONS.get(section, {}) | changes.get(section, {}) for section in OPTIONS.keys() | changes.keys()}
+    tree = {
+        section: OPTIONS.get(section, {}) | changes.get(section, {})
+        for section in OPTIONS.keys() | changes.keys()
+    }
     tree["run"] = tree["run"] | {"dir": str(folder / name)}
     return write_config(folder, name, **tree)
 
@@ -130,12 +154,18 @@ def resume(config: Path, run_dir: Path) -> None:
 def kills(folder: Path, num_moments: int, seed: int) -> list[bool]:
     """One row of the table a moment; whether each resumed run equals the undisturbed one."""
     undisturbed = options(folder, "kills_undisturbed")
-    assert finish(start(undisturbed, before=timed(folder / "moments.json"))) == 0, undisturbed.with_suffix(".rank0.log").read_text()[-3000:]
+    assert finish(start(undisturbed, before=timed(folder / "moments.json"))) == 0, undisturbed.with_suffix(
+        ".rank0.log"
+    ).read_text()[-3000:]
     expected = content(folder / "kills_undisturbed")
     began = json.loads((folder / "moments.json").read_text())
     lengths = {(name, visit): later - at for (name, visit, at), (_, _, later) in zip(began, began[1:])}
     chance, equal = random.Random(seed), []
-    print("| # | phase | visit | killed after | steps logged | resumed from step | equal |\n|---|---|---|---|---|---|---|", flush=True)
+    print(
+        "| # | phase | visit | killed after | steps logged | resumed from step | equal "
+        "|\n|---|---|---|---|---|---|---|",
+        flush=True,
+    )
     for number in range(num_moments):
         phase = PHASES[number % len(PHASES)]
         visit = chance.choice([visit for name, visit in lengths if name == phase])
@@ -144,11 +174,19 @@ def kills(folder: Path, num_moments: int, seed: int) -> list[bool]:
         config = options(folder, run_dir.name)
         code = finish(start(config, before=killed_in(phase, visit, delay_s)))
         found = checkpoint.latest(run_dir)
-        logged, kept = len(read_rows(run_dir / "metrics.jsonl")), int(found.name.removeprefix("step_")) if found else 0
+        logged, kept = (
+            len(read_rows(run_dir / "metrics.jsonl")),
+            int(found.name.removeprefix("step_")) if found else 0,
+        )
         resume(config, run_dir)
         different = [name for name, value in content(run_dir).items() if value != expected[name]]
         equal.append(code in (-9, 0) and not different)
-        print(f"| {number + 1} | {phase if code == -9 else 'over before the kill'} | {visit} | {1000 * delay_s:.0f} of {1000 * lengths[phase, visit]:.0f} ms | {logged} | {kept} | {', '.join(different) or 'yes'} |", flush=True)
+        print(
+            f"| {number + 1} | {phase if code == -9 else 'over before the kill'} | {visit} | "
+            f"{1000 * delay_s:.0f} of {1000 * lengths[phase, visit]:.0f} ms | {logged} | {kept} | "
+            f"{', '.join(different) or 'yes'} |",
+            flush=True,
+        )
         shutil.rmtree(run_dir)
     return equal
 
@@ -158,7 +196,11 @@ def hang(rank: int):
 
     def before():
         make = train.make_search
-        train.make_search = lambda retriever: (lambda queries: time.sleep(3600)) if os.environ.get("RANK", "0") == str(rank) else make(retriever)
+        train.make_search = lambda retriever: (
+            (lambda queries: time.sleep(3600))
+            if os.environ.get("RANK", "0") == str(rank)
+            else make(retriever)
+        )
 
     return before
 
@@ -176,15 +218,27 @@ def struck(rank: int, number: int):
 def two_ranks(folder: Path) -> list[bool]:
     """Rank 1 of two alone is told to stop, is killed, hangs; then the run goes on with one process."""
     found = []
-    print("| rank 1 of 2 | exit codes | resumed from step | message of rank 0 |\n|---|---|---|---|", flush=True)
+    print(
+        "| rank 1 of 2 | exit codes | resumed from step | message of rank 0 |\n|---|---|---|---|", flush=True
+    )
     faults = {
         "gets SIGTERM": (struck(1, signal.SIGTERM), [5, 5], "1", "stopped by SIGTERM, as asked"),
-        "is killed": (struck(1, signal.SIGKILL), [9, -9], "1", "another process of this run ended or fell silent"),
+        "is killed": (
+            struck(1, signal.SIGKILL),
+            [9, -9],
+            "1",
+            "another process of this run ended or fell silent",
+        ),
         "hangs in a search": (hang(1), [9, 8], "0", "another process of this run ended or fell silent"),
     }
     for what, (before, codes, step, message) in faults.items():
         name = what.replace(" ", "_")
-        config = options(folder, name, eval={"every": 0}, run={"watchdog_s": 4 if "hangs" in what else 120, "save_every": 50})
+        config = options(
+            folder,
+            name,
+            eval={"every": 0},
+            run={"watchdog_s": 4 if "hangs" in what else 120, "save_every": 50},
+        )
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -192,16 +246,35 @@ def two_ranks(folder: Path) -> list[bool]:
         ended = [finish(child) for child in children]
         said = [config.with_suffix(f".rank{rank}.log").read_text() for rank in (0, 1)]
         saved = checkpoint.latest(folder / name)
-        line = next((line for line in said[0].splitlines() if message in line), said[0][-1500:] + said[1][-1500:])
-        fine = ended == codes and saved is not None and int(saved.name.removeprefix("step_")) == int(step) and message in line
+        line = next(
+            (line for line in said[0].splitlines() if message in line), said[0][-1500:] + said[1][-1500:]
+        )
+        fine = (
+            ended == codes
+            and saved is not None
+            and int(saved.name.removeprefix("step_")) == int(step)
+            and message in line
+        )
         if "hangs" in what:
-            fine = fine and "rank 1 has shown no sign of life for 4 s (run.watchdog_s) in phase 'rollout' of step 0" in said[1] and "Thread" in (folder / name / "watchdog-rank1.txt").read_text()
+            fine = (
+                fine
+                and "rank 1 has shown no sign of life for 4 s (run.watchdog_s) in phase 'rollout' of step 0"
+                in said[1]
+                and "Thread" in (folder / name / "watchdog-rank1.txt").read_text()
+            )
         print(f"| {what} | {ended} | {saved and saved.name} | {line} |", flush=True)
         found.append(fine)
     alone = options(folder, "alone_and_hung", eval={"every": 0}, run={"watchdog_s": 4})
     code = finish(start(alone, before=hang(0)))
-    line = next((line for line in alone.with_suffix(".rank0.log").read_text().splitlines() if "sign of life" in line), "")
-    found.append(code == 8 and "Saved" in line and checkpoint.latest(folder / alone.stem) == checkpoint.folder_of(folder / alone.stem, 0))
+    line = next(
+        (line for line in alone.with_suffix(".rank0.log").read_text().splitlines() if "sign of life" in line),
+        "",
+    )
+    found.append(
+        code == 8
+        and "Saved" in line
+        and checkpoint.latest(folder / alone.stem) == checkpoint.folder_of(folder / alone.stem, 0)
+    )
     print(f"| the only process hangs in a search | {code} | step_000000 | {line} |", flush=True)
     resume(alone, folder / alone.stem)
     resume(folder / "is_killed.yaml", folder / "is_killed")  # on one process
@@ -210,7 +283,9 @@ def two_ranks(folder: Path) -> list[bool]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--moments", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for the runs; it may hold a tiny world already")

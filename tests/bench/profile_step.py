@@ -2,8 +2,9 @@
 
     python tests/bench/profile_step.py --world FOLDER [--policy 0.5b] [--rows 20]
 
-The table gives each operation's own processor time and calls, and what share of all it is. `--policy 0.5b` takes the shaped policy of
-tests/bench/rollout_speed.py at an eighth of Search-R1's lengths. Threads: OMP_NUM_THREADS.
+The table gives each operation's own processor time and calls, and what share of all it is. `--policy 0.5b`
+takes the shaped policy of tests/bench/rollout_speed.py at an eighth of Search-R1's lengths. Threads:
+OMP_NUM_THREADS.
 """
 
 import argparse
@@ -28,9 +29,15 @@ def main() -> None:
         kept = ours(world)
     events = sorted(profiled.key_averages(), key=lambda event: -event.self_cpu_time_total)
     total = sum(event.self_cpu_time_total for event in events)
-    print(f"\n{kept} kept tokens, {total / 1e3:.0f} ms in {sum(event.count for event in events)} operations\n\n| operation | own ms | share | calls |\n|---|---|---|---|")
+    print(
+        f"\n{kept} kept tokens, {total / 1e3:.0f} ms in {sum(event.count for event in events)} "
+        "operations\n\n| operation | own ms | share | calls |\n|---|---|---|---|"
+    )
     for event in events[: args.rows]:
-        print(f"| {event.key} | {event.self_cpu_time_total / 1e3:.1f} | {event.self_cpu_time_total / total:.0%} | {event.count} |")
+        print(
+            f"| {event.key} | {event.self_cpu_time_total / 1e3:.1f} | "
+            f"{event.self_cpu_time_total / total:.0%} | {event.count} |"
+        )
 
 
 if __name__ == "__main__":

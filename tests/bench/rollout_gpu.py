@@ -1,14 +1,15 @@
-"""Decode against the bandwidth bound, prefill against the matrix-product bound, and a step of the paper's recipe
-extrapolated, on one GPU.
+"""Decode against the bandwidth bound, prefill against the matrix-product bound, and a step of the paper's
+recipe extrapolated, on one GPU.
 
     python tests/bench/rollout_gpu.py --shape 7b [--slots 64 128 256] [--modes eager graphs flash-attn]
 
-Random bf16 weights of Qwen2.5's shapes in our engine, greedy, no stop strings. Decode bound: weights and the keys and
-values in use, read once a step at the bandwidth of a copy measured here. Prefill bound: 2 operations a parameter and
-token at the rate of a large matrix product measured here. The recipe: 512 questions x 5 episodes, a prompt of 150
-tokens once a question, 900 tokens of observations and 300 sampled ones an episode; an update of 8 operations a
-parameter and token (forward, recomputation, backward) at 45 % of the matrix-product rate. Modes: steps one by one or
-replayed as CUDA graphs, with SDPA or with flash-attn. --device cpu --shape tiny only shows that the script runs.
+Random bf16 weights of Qwen2.5's shapes in our engine, greedy, no stop strings. Decode bound: weights and the
+keys and values in use, read once a step at the bandwidth of a copy measured here. Prefill bound: 2 operations
+a parameter and token at the rate of a large matrix product measured here. The recipe: 512 questions x 5
+episodes, a prompt of 150 tokens once a question, 900 tokens of observations and 300 sampled ones an episode;
+an update of 8 operations a parameter and token (forward, recomputation, backward) at 45 % of the
+matrix-product rate. Modes: steps one by one or replayed as CUDA graphs, with SDPA or with flash-attn.
+--device cpu --shape tiny only shows that the script runs.
 """
 
 import argparse
@@ -170,8 +171,10 @@ def main() -> None:
             found = measure_decode(args.shape, slots, mode, context=args.context, device=device)
             rollout, update = recipe(found, device)
             print(
-                f"| {slots} | {mode} | {found['decode_ms']:.1f} | {found['decode_tokens_per_s']:.0f} | {found['bound_ms']:.1f} "
-                f"| {found['of_bound']:.0%} | {found['prefill_tokens_per_s']:.0f} | {found['prefill_mfu']:.0%} "
+                f"| {slots} | {mode} | {found['decode_ms']:.1f} | {found['decode_tokens_per_s']:.0f} | "
+                f"{found['bound_ms']:.1f} "
+                f"| {found['of_bound']:.0%} | {found['prefill_tokens_per_s']:.0f} | "
+                f"{found['prefill_mfu']:.0%} "
                 f"| {rollout:.0f} | {update:.0f} |"
             )
 

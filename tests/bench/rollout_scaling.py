@@ -1,10 +1,12 @@
-"""Tokens per second and memory of our rollout over concurrent episodes, and the cost of a turn over the turns before it.
+"""Tokens per second and memory of our rollout over concurrent episodes, and the cost of a turn over the turns
+before it.
 
     python tests/bench/rollout_scaling.py --world FOLDER [--slots 8 32 128 512] [--cpu]
 
-Policy, questions and search of a tiny world (tests/bench/rollout_speed.py). First table: as many episodes as slots, each played to its end; memory
-is that of keys and values. Second table: 32 episodes that are made to say 20 tokens a turn and read 53 after it, 6 times: seconds of each turn, the
-tokens fed to the model in it, which must not grow, and what running the whole history again would have fed. Threads: OMP_NUM_THREADS.
+Policy, questions and search of a tiny world (tests/bench/rollout_speed.py). First table: as many episodes as
+slots, each played to its end; memory is that of keys and values. Second table: 32 episodes that are made to
+say 20 tokens a turn and read 53 after it, 6 times: seconds of each turn, the tokens fed to the model in it,
+which must not grow, and what running the whole history again would have fed. Threads: OMP_NUM_THREADS.
 """
 
 import argparse
@@ -26,16 +28,24 @@ def main() -> None:
     args = parser.parse_args()
     world = tiny_world(args.world)
     questions, world.num_samples = load_questions(str(args.world / "train.jsonl")), 4
-    print("\n| episodes at once | kept tokens | seconds | kept tokens/s | MB of keys and values |\n|---|---|---|---|---|")
+    print(
+        "\n| episodes at once | kept tokens | seconds | kept tokens/s | MB of keys and values "
+        "|\n|---|---|---|---|---|"
+    )
     for slots in args.slots:
         world.questions = questions[: slots // world.num_samples]
         ours(world)
         began = clock()
         kept = sum(ours(world) for _ in range(max(1, 128 // slots)))
         took = clock() - began
-        print(f"| {slots} | {kept} | {took:.2f} | {kept / took:.0f} | {world.engine.cache.state.numel() * 4 / 1e6:.0f} |")
+        print(
+            f"| {slots} | {kept} | {took:.2f} | {kept / took:.0f} | "
+            f"{world.engine.cache.state.numel() * 4 / 1e6:.0f} |"
+        )
 
-    engine = Engine(world.lm, world.tokenizer, num_slots=32, temperature=1.0, top_p=1.0, stop_strings=(), eos_ids=())
+    engine = Engine(
+        world.lm, world.tokenizer, num_slots=32, temperature=1.0, top_p=1.0, stop_strings=(), eos_ids=()
+    )
     prompt, observation, spoken = world.prompts()[0], [20] * 53, 20
     rows = []
     for _ in range(3):

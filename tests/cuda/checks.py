@@ -1,6 +1,7 @@
 """What the CUDA paths must do, on the pretended device or on a real GPU; tests/test_cuda_paths.py asserts.
 
-    python tests/cuda/checks.py FOLDER [NAME …]      # writes FOLDER/<name>.json for each check, or each quick one
+    python tests/cuda/checks.py FOLDER [NAME …]      # writes FOLDER/<name>.json for each check, or each quick
+      one
 
 A process of its own, because the hooks of the pretended device must be there before torch is imported.
 """
@@ -54,7 +55,8 @@ def device(num_devices: int = 1):
 
 
 def plain_type(x, *rest):
-    """`type` for a module that asks whether weights are plain parameters: a wrapped one would be, on a GPU."""
+    """`type` for a module that asks whether weights are plain parameters: a wrapped one would be, on a
+    GPU."""
     wrapped = isinstance(x, CudaTensor) and getattr(x, "_is_param", False)
     return torch.nn.Parameter if wrapped and not rest else type(x, *rest)
 
@@ -163,7 +165,8 @@ def with_flash_attn():
 
 
 def flash_attn() -> dict:
-    """With flash-attn: tokens of graphs beside those of eager steps in bf16, and what eager steps wait for."""
+    """With flash-attn: tokens of graphs beside those of eager steps in bf16, and what eager steps wait
+    for."""
     tokenizer, found = make_tokenizer(), {}
     graphs.REPEATS = 3
     lm = make("qwen2", torch.bfloat16, len(tokenizer))
@@ -508,7 +511,8 @@ def offloading() -> dict:
 
 
 def sharding() -> dict:
-    """FSDP2 in bf16, one of the processes of torchrun: a run, then its resumption, and the weights of both ranks."""
+    """FSDP2 in bf16, one of the processes of torchrun: a run, then its resumption, and the weights of both
+    ranks."""
     import train
 
     torch.distributed.init_process_group("cpu:gloo,cuda:gloo")  # NCCL knows no pretended device

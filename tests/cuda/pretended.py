@@ -30,7 +30,8 @@ guard = None  # the library of start.load_hooks
 
 
 class Sim:
-    """What was seen since `reset`. `busy`: kernels were launched and the host has not waited for them since."""
+    """What was seen since `reset`. `busy`: kernels were launched and the host has not waited for them
+    since."""
 
     def __init__(self):
         self.capturing, self.tape, self.busy, self.fused = False, None, False, False
@@ -86,7 +87,8 @@ SIM = Sim()
 
 
 class Memory:
-    """Bytes of all storages that tensors of the device hold, now and at the peak; not what a kernel takes for itself."""
+    """Bytes of all storages that tensors of the device hold, now and at the peak; not what a kernel takes for
+    itself."""
 
     def __init__(self):
         self.held, self.now, self.peak = collections.Counter(), 0, 0

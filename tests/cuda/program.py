@@ -1,4 +1,5 @@
-"""Runs a script on the pretended device: `python tests/cuda/program.py FOLDER SCRIPT [ARGUMENT …]`; FOLDER keeps the built hooks."""
+"""Runs a script on the pretended device: `python tests/cuda/program.py FOLDER SCRIPT [ARGUMENT …]`; FOLDER
+keeps the built hooks."""
 
 import builtins
 import runpy
@@ -17,7 +18,8 @@ import torch
 
 
 def plain_type(x, *rest):
-    """`type` for lld/decoder.py, which asks whether weights are plain parameters: a wrapped one would be, on a GPU."""
+    """`type` for lld/decoder.py, which asks whether weights are plain parameters: a wrapped one would be, on
+    a GPU."""
     return torch.nn.Parameter if not rest and getattr(x, "_is_param", False) else builtins.type(x, *rest)
 
 
