@@ -26,10 +26,10 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
-from lld import checkpoint, config, policy, protocol, runs
+from lld import config, policy, protocol
 from lld.config import Config
 from lld.data import Question
-from lld.engine import Engine
+from lld.engine.engine import Engine
 from lld.evaluate import (
     bootstrap_means,
     evaluate_questions,
@@ -39,8 +39,10 @@ from lld.evaluate import (
     percentile_interval,
     summarize,
 )
-from lld.metrics import replace_file
+from lld.record import runs
+from lld.record.metrics import replace_file
 from lld.rollout import check_prompts
+from lld.running import checkpoint
 from lld.tools import RetrieverError, check_health, make_search
 
 ROOT = Path(__file__).resolve().parent

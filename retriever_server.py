@@ -225,7 +225,7 @@ def make_app(retriever, topk: int, limits: Limits = Limits(), **batching) -> Fas
     """The web application around an opened retriever; `topk` is used where a request names none, `batching`
     goes to Batcher."""
 
-    from lld.serving import Batcher, Busy
+    from lld.retrieval.batching import Batcher, Busy
 
     @asynccontextmanager
     async def lifespan(app: FastAPI):
@@ -452,8 +452,8 @@ def start(arguments: list[str] | None = None) -> None:
         connections=args.max_connections,
     )
     bound = bind(args.host, args.port)  # at once: opening an index may take minutes
-    from lld import memory
-    from lld.retrieval import open_retriever
+    from lld.retrieval import memory
+    from lld.retrieval.backends import open_retriever
 
     own_bytes = args.cache_mb * 1e6 + REQUESTS * limits.passages * REPLY_BYTES + BODIES * limits.body_mb * 1e6
     memory.check_server(own_bytes, options.max_memory_gb)

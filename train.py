@@ -23,7 +23,7 @@ from pathlib import Path
 # torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from lld import lock
+from lld.running import lock
 
 LAUNCHER = lock.launcher()  # before the seconds that torch takes, in which it may die
 
@@ -35,33 +35,20 @@ from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gath
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from lld import (
-    checkpoint,
-    config,
-    crashbox,
-    metrics,
-    monitor,
-    optimizers,
-    phases,
-    plan,
-    protocol,
-    provenance,
-    runs,
-    sharding,
-    survive,
-    tinyworld,
-    trajectories,
-)
+from lld import config, protocol
 from lld.advantages import group_advantages
 from lld.data import Question, load_questions, questions_of_step
-from lld.engine import Engine
+from lld.engine.engine import Engine
 from lld.episode import Batch, Episode, collate
 from lld.evaluate import evaluate_questions, load_benchmark, summarize
 from lld.loss import answer_beta
 from lld.policy import Policy, check_fit, eos_ids, load_lm, load_tokenizer, read_shape
-from lld.report import write_report
+from lld.record import metrics, monitor, phases, runs, trajectories
+from lld.report.figure import write_report
 from lld.reward import score_episodes
 from lld.rollout import check_prompts, rollout
+from lld.running import checkpoint, crashbox, optimizers, plan, provenance, sharding, survive
+from lld.tinyworld import world
 from lld.tools import RetrieverError, Unplayed, check_health, make_search
 from lld.update import learning_rate, score_batch, update_policy
 
@@ -454,7 +441,7 @@ def build(
     checkpoint.check_run_dir(run_dir, cfg, resume)
     if cfg.tinyworld.dir is not None:
         with accelerator.main_process_first():
-            tinyworld.prepare(cfg.tinyworld, cfg.rollout, cfg.retriever.topk)
+            world.prepare(cfg.tinyworld, cfg.rollout, cfg.retriever.topk)
     resumed = checkpoint.latest(run_dir if box is None else box) if resume or box else None
     if resumed is not None:
         checkpoint.check(resumed)

@@ -16,11 +16,11 @@ from accelerate.utils import gather_object
 
 from lld.config import Config, read_back
 from lld.data import Question, load_questions
-from lld.engine import Engine
+from lld.engine.engine import Engine
 from lld.episode import Episode
+from lld.record.runs import printable
 from lld.reward import cover_exact_match, exact_match, normalize_answer, token_f1
 from lld.rollout import Search, rollout
-from lld.runs import printable
 from lld.tools import Unplayed
 
 AVERAGES = {  # the columns of the paper's tables

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
-from lld import attention
-from lld.joined import join_weights
 from lld.config import Model
+from lld.model import attention
+from lld.model.joined import join_weights
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model")
 # Logits in memory at once: 8 MB stay in a CPU's cache; elsewhere 2**27, to fill a GPU
@@ -102,7 +102,7 @@ def load_lm(options: Model):
     """The causal language model from the hub or a folder, float32, on the CPU.
 
     float32, because at a learning rate of 1e-6 bfloat16 weights would round every update away; compute may be
-    bf16 by autocast. Attention is lld/attention.py's, for the engine's masks and for packed rows. Raises
+    bf16 by autocast. Attention is lld/model/attention.py's, for the engine's masks and for packed rows. Raises
     ValueError where weights are missing, damaged or of another shape: transformers would fill the gaps with
     random numbers.
     """

@@ -10,7 +10,7 @@ from typing import Callable
 
 from lld import protocol
 from lld.data import Question
-from lld.engine import Engine, Stopped
+from lld.engine.engine import Engine, Stopped
 from lld.episode import Episode, Turn
 from lld.protocol import Passage
 from lld.tools import RetrieverError

@@ -17,7 +17,7 @@ import httpx
 
 from lld.config import Retriever
 from lld.protocol import Passage, is_blank
-from lld.recording import Recording
+from lld.retrieval.recording import Recording
 
 BACKOFF_S = 0.5  # before the first retry; doubled before each later one
 MAX_BACKOFF_S = 8.0
@@ -270,7 +270,7 @@ def make_search(options: Retriever) -> Search:
         )
     else:
         # Here, because a run that searches over HTTP needs neither FAISS nor bm25s
-        from lld.retrieval import open_retriever
+        from lld.retrieval.backends import open_retriever
 
         retriever = open_retriever(options)
         search = Search(lambda queries: retriever.search(queries, options.topk), retriever.fingerprint)

@@ -15,8 +15,8 @@ from accelerate.utils import gather_object
 from lld import loss
 from lld.config import Config, Optim
 from lld.episode import ANSWER, Batch
-from lld.metrics import Means
-from lld.sharding import is_sharded
+from lld.record.metrics import Means
+from lld.running.sharding import is_sharded
 
 
 def learning_rate(step: int, optim: Optim) -> float:

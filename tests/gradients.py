@@ -18,10 +18,10 @@ from conftest import make_lm, make_tokenizer
 from lld import config
 from lld.data import Question
 from lld.episode import Episode, Turn, collate
-from lld.metrics import summarize_updates
-from lld.monitor import describe
 from lld.policy import Policy
 from lld.protocol import Passage
+from lld.record.metrics import summarize_updates
+from lld.record.monitor import describe
 from lld.update import score_batch, update_policy
 
 OPTIONS = {

@@ -24,10 +24,11 @@ from gradients import OPTIONS, make_episodes
 from test_train import write_config
 from torch.distributed.tensor import DTensor
 
-from lld import checkpoint, config, sharding
+from lld import config
 from lld.episode import collate
-from lld.metrics import summarize_updates
 from lld.policy import Policy
+from lld.record.metrics import summarize_updates
+from lld.running import checkpoint, sharding
 from lld.update import score_batch, update_policy
 
 SPREAD = [[1.0, -0.5, -0.5], [0.0, 0.0, 0.0], [1.1, 0.1, -1.2], [-1.0, 0.5, 0.5], [0.3, -0.6, 0.3]]

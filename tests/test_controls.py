@@ -6,8 +6,8 @@ import pytest
 
 from lld import protocol
 from lld.config import Retriever, from_dict
-from lld.controls import NOTHING
-from lld.retrieval import open_retriever
+from lld.retrieval.backends import open_retriever
+from lld.retrieval.controls import NOTHING
 
 
 @pytest.fixture

@@ -5,13 +5,13 @@ import torch
 import transformers
 from conftest import make_lm
 
-from lld.decoder import SlotCache, grown, linear
-from lld.engine import Engine
-from lld.graphs import DecodeGraphs, bucket
-from lld.joined import join_weights, joined, neighbours
+from lld.engine.decoder import SlotCache, grown, linear
+from lld.engine.engine import Engine
+from lld.engine.graphs import DecodeGraphs, bucket
+from lld.engine.sampling import sample_tokens
+from lld.model.joined import join_weights, joined, neighbours
 from lld.policy import Policy
 from lld.protocol import STOP_STRINGS
-from lld.sampling import sample_tokens
 
 
 def new_engine(lm, tokenizer, **options):
@@ -53,7 +53,7 @@ PROMPTS = [[10, 20, 30], [40, 50, 60, 70, 80, 90], [11] * 70, [12, 13]]
 
 def test_greedy_turns_equal_reprefill_with_generate(lm, tokenizer, monkeypatch):
     """KV kept across turns, shared prompts, ragged passes, a cache that grows: nothing may change a token."""
-    monkeypatch.setattr("lld.decoder.LENGTH_BUCKET", 16)
+    monkeypatch.setattr("lld.engine.decoder.LENGTH_BUCKET", 16)
     engine = new_engine(lm, tokenizer, temperature=0, num_slots=3)
     for key, prompt in enumerate(PROMPTS):
         engine.add(key, prompt, [0], 15)
@@ -101,7 +101,7 @@ def test_a_seed_gives_the_same_tokens_whatever_the_slots(lm, tokenizer, monkeypa
     outcomes = []
     # Rows that find no room in a pass are read in the next
     for num_slots, pass_tokens in ((2, 16384), (5, 40), (32, 80)):
-        monkeypatch.setattr("lld.engine.PASS_TOKENS", pass_tokens)
+        monkeypatch.setattr("lld.engine.engine.PASS_TOKENS", pass_tokens)
         engine = new_engine(lm, tokenizer, num_slots=num_slots)
         for key, prompt in enumerate(PROMPTS):
             engine.add(key, prompt, [10 * key + s for s in range(3)], 12)
@@ -206,7 +206,7 @@ def test_a_turn_resumes_where_it_stopped_inside_a_token(tokenizer):
             row.token_ids.append(token_id)
             row.logprobs.append(0.0)
             row.unread = [token_id]
-        from lld.engine import PARKED, Stopped
+        from lld.engine.engine import PARKED, Stopped
 
         out = []
         for row in rows:

@@ -16,10 +16,11 @@ import torch
 import yaml
 
 import eval as command
-from lld import config, evaluate, policy, protocol, sharding
+from lld import config, evaluate, policy, protocol
 from lld.data import Question
-from lld.engine import Engine
+from lld.engine.engine import Engine
 from lld.evaluate import bootstrap_interval, bootstrap_means, gold_in_results, paper_averages, summarize
+from lld.running import sharding
 from lld.tools import RetrieverError, Search
 
 FOLLOWS = {

@@ -14,7 +14,9 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from lld import config, experiment, grid, outcome_figure, outcomes
+from lld import config
+from lld.experiment import figure as outcome_figure
+from lld.experiment import grid, outcomes, runner
 
 FAKE_TRAIN = """
 import json, os, sys, time
@@ -72,8 +74,8 @@ def write_experiment(folder, **changes):
 
 @pytest.fixture
 def fake_train(tmp_path, monkeypatch):
-    monkeypatch.setattr(experiment, "POLL_S", 0.02)
-    monkeypatch.setattr(experiment, "plot_experiment", lambda *args: None)
+    monkeypatch.setattr(runner, "POLL_S", 0.02)
+    monkeypatch.setattr(runner, "plot_experiment", lambda *args: None)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     path = tmp_path / "fake_train.py"
     path.write_text(FAKE_TRAIN)
@@ -175,7 +177,7 @@ def test_every_path_inside_the_tiny_world_moves_to_the_world_of_the_run():
 def test_mistakes_are_refused_with_their_place_before_anything_runs(
     tmp_path, capsys, fake_train, changes, message
 ):
-    assert experiment.main([str(write_experiment(tmp_path, **changes))], fake_train) == 2
+    assert runner.main([str(write_experiment(tmp_path, **changes))], fake_train) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
@@ -186,7 +188,7 @@ def test_mistakes_are_refused_with_their_place_before_anything_runs(
 def test_finished_runs_are_skipped_and_half_finished_ones_continue(tmp_path, capsys, fake_train):
     path = write_experiment(tmp_path)
     before = signal.getsignal(signal.SIGTERM)
-    assert experiment.main([str(path), "--jobs", "2"], fake_train) == 0
+    assert runner.main([str(path), "--jobs", "2"], fake_train) == 0
     assert signal.getsignal(signal.SIGTERM) == before
     assert sorted(started(tmp_path)) == [
         "action-lr1e-4-s0",
@@ -197,10 +199,10 @@ def test_finished_runs_are_skipped_and_half_finished_ones_continue(tmp_path, cap
     assert "seeds 0, 1, commit abcdef0" in capsys.readouterr().out
     metrics = tmp_path / "out/plain/grpo-lr1e-4-s1/metrics.jsonl"
     metrics.write_text("".join(line + "\n" for line in metrics.read_text().splitlines()[:5]))
-    assert experiment.main([str(path), "--jobs", "2"], fake_train) == 0
+    assert runner.main([str(path), "--jobs", "2"], fake_train) == 0
     assert started(tmp_path)[4:] == ["grpo-lr1e-4-s1"]  # with --resume, which the stand-in insists on
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(12))
-    experiment.main([str(path)], fake_train)
+    runner.main([str(path)], fake_train)
     assert len(started(tmp_path)) == 5
     # One thread a run
     assert all(
@@ -211,7 +213,7 @@ def test_finished_runs_are_skipped_and_half_finished_ones_continue(tmp_path, cap
 def test_a_run_whose_last_evaluation_was_cut_short_is_not_finished(tmp_path, capsys, fake_train):
     """A signal in the last evaluation: the row is there, the evaluation is made up by --resume."""
     path = write_experiment(tmp_path)
-    assert experiment.main([str(path)], script=fake_train) == 0
+    assert runner.main([str(path)], script=fake_train) == 0
     (run,) = [run for run in grid.load_experiment(path).runs if run.name == "plain/action-lr1e-4-s1"]
     log = run.folder / "metrics.jsonl"
     lines = log.read_text().splitlines()
@@ -228,30 +230,30 @@ def test_a_run_whose_last_evaluation_was_cut_short_is_not_finished(tmp_path, cap
     )
     assert not run.finished()
     assert (
-        experiment.main([str(path), "--table-only"], script=fake_train) == 0
+        runner.main([str(path), "--table-only"], script=fake_train) == 0
         and "3 of 4 runs finished" in capsys.readouterr().out
     )
 
 
 def test_a_failed_run_shows_its_log_and_does_not_stop_the_others(tmp_path, capsys, fake_train):
     path = write_experiment(tmp_path, seeds=[7, 0])
-    assert experiment.main([str(path), "--jobs", "1"], fake_train) == 1
+    assert runner.main([str(path), "--jobs", "1"], fake_train) == 1
     printed = capsys.readouterr()
     assert printed.err.count("seed 7 is cursed") == 2 and "plain/grpo-lr1e-4-s7 failed" in printed.err
     assert "2 of 4 runs finished" in printed.out
 
 
 def test_a_run_made_with_other_options_is_not_counted_as_this_one(tmp_path, capsys, fake_train):
-    experiment.main([str(write_experiment(tmp_path))], fake_train)
+    runner.main([str(write_experiment(tmp_path))], fake_train)
     assert (
-        experiment.main(
+        runner.main(
             [str(write_experiment(tmp_path, options=["loss.clip_high=0.3"])), "--table-only"], fake_train
         )
         == 2
     )
     assert "was made with loss.clip_high = 0.2, and 0.3 is asked for now" in capsys.readouterr().err
     assert (
-        experiment.main(
+        runner.main(
             [str(write_experiment(tmp_path, options=["run.save_every=7"])), "--table-only"], fake_train
         )
         == 0
@@ -265,7 +267,7 @@ def test_what_a_resumed_run_may_change_makes_it_no_other_run():
 def test_an_interrupt_ends_the_children(tmp_path, fake_train):
     path = write_experiment(tmp_path, seeds=[9])
     code = (
-        "import sys; from lld import experiment; from pathlib import Path; "
+        "import sys; from lld.experiment import runner as experiment; from pathlib import Path; "
         f"sys.exit(experiment.main([{str(path)!r}, '--jobs', '2'], Path({str(fake_train)!r})))"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -274,7 +276,7 @@ def test_an_interrupt_ends_the_children(tmp_path, fake_train):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     # The lock: two experiments would write into the same runs
-    assert experiment.main([str(path)], fake_train) == 2
+    assert runner.main([str(path)], fake_train) == 2
     parent.send_signal(signal.SIGINT)
     assert "the same command continues" in parent.communicate(timeout=200)[1] and parent.returncode == 130
     for line in (tmp_path / "out/plain/started.txt").read_text().splitlines():
@@ -295,17 +297,15 @@ def test_a_world_is_made_once_before_its_runs(tmp_path, monkeypatch, fake_train)
             f"str(pathlib.Path({str(tmp_path / 'out/plain')!r}).exists()))"
         ),
     ]
-    assert experiment.run_experiment(planned, 2, fake_train, prepare) == []
+    assert runner.run_experiment(planned, 2, fake_train, prepare) == []
     assert made.read_text() == "plain/grpo-lr1e-4-s0False" and len(started(tmp_path)) == 4
     assert (
-        experiment.run_experiment(planned, 2, fake_train, prepare) == []
-        and made.read_text().count("plain") == 1
+        runner.run_experiment(planned, 2, fake_train, prepare) == [] and made.read_text().count("plain") == 1
     )
     broken = [sys.executable, "-c", "import sys; sys.exit('no room')"]
     more = grid.load_experiment(write_experiment(tmp_path, seeds=[5]))
     assert (
-        experiment.run_experiment(more, 2, fake_train, broken) == ["world plain"]
-        and len(started(tmp_path)) == 4
+        runner.run_experiment(more, 2, fake_train, broken) == ["world plain"] and len(started(tmp_path)) == 4
     )
 
 
@@ -575,10 +575,10 @@ def test_warnings_by_hand():
 
 def test_files_hold_every_run_and_the_figure_draws_all_arms(tmp_path, fake_train, capsys, monkeypatch):
     figures = []
-    monkeypatch.setattr(experiment, "plot_experiment", outcome_figure.plot_experiment)
+    monkeypatch.setattr(runner, "plot_experiment", outcome_figure.plot_experiment)
     monkeypatch.setattr(outcome_figure.Figure, "savefig", lambda self, path: figures.append(self))
     path = write_experiment(tmp_path, learning_rates=["1e-4", "2e-4"])
-    experiment.main([str(path), "--jobs", "3"], fake_train)
+    runner.main([str(path), "--jobs", "3"], fake_train)
     runs = list(csv.DictReader(open(tmp_path / "out/runs.csv")))
     assert len(runs) == 8 and {
         (run["arm"], run["rate"], run["seed"]): float(run["em_final"]) for run in runs

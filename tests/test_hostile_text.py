@@ -14,13 +14,13 @@ from tokenizers import normalizers
 from transformers import AddedToken
 
 from lld import protocol
-from lld.controls import _spaced
 from lld.evaluate import gold_in_results
-from lld.page import escaped_json
 from lld.protocol import Passage, render_observation
+from lld.record.trajectories import pieces
+from lld.report.page import escaped_json
+from lld.retrieval.controls import _spaced
 from lld.reward import normalize_answer, retrieval_correct, valid_format
 from lld.tools import read_result
-from lld.trajectories import pieces
 
 SIZE = 1_000_000
 UNITS = [

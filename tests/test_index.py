@@ -22,13 +22,13 @@ import torch
 from conftest import ROOT, SHARED
 from test_retrieval import brute_force, make_encoder, make_passages, write_corpus
 
-from lld import index as index_module
-from lld import memory, retrieval
 from lld.config import Retriever
-from lld.corpus import Corpus
-from lld.encoder import Encoder, cut_batches, encoder_device
-from lld.index import Vectors, build_index, faiss_factory
-from lld.retrieval import nearest, open_retriever
+from lld.retrieval import backends, memory
+from lld.retrieval import index as index_module
+from lld.retrieval.backends import nearest, open_retriever
+from lld.retrieval.corpus import Corpus
+from lld.retrieval.encoder import Encoder, cut_batches, encoder_device
+from lld.retrieval.index import Vectors, build_index, faiss_factory
 
 NUM = 700
 
@@ -260,7 +260,7 @@ def test_a_flipped_cut_or_missing_file_is_named(folder, tmp_path, name, backend,
         backend=backend,
         rerank=20 if (name[:3], backend) == ("vec", "faiss") else 0,
     )
-    check = lambda: retrieval.check(copy)
+    check = lambda: backends.check(copy)
     open_retriever(options)
     check()
     assert f"{copy}: " in capsys.readouterr().out
@@ -330,7 +330,7 @@ def test_bm25_files_that_do_not_fit_are_refused_also_without_checksums(folder, t
     with pytest.raises(ValueError, match="copy/bm25 is damaged.*delete the folder and build it again"):
         open_retriever(options)
     with pytest.raises(ValueError, match="built before manifests held checksums"):
-        retrieval.check(copy)
+        backends.check(copy)
 
 
 def test_a_damaged_shard_or_manifest_is_named_also_without_checksums(folder, tmp_path):
@@ -420,14 +420,14 @@ def test_a_full_disk_ends_a_build_with_one_line_and_room_lets_it_go_on(
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
     try:
         with pytest.raises(SystemExit) as ended:
-            retrieval.main()
+            backends.main()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (
         ended.value.code == 7
         and "make room and give the same command again; what was finished is kept" in capsys.readouterr().err
     )
-    retrieval.main()
+    backends.main()
     said = capsys.readouterr().out
     assert (
         f"{tmp_path / 'out'}: 700 passages, index {'Flat' if index == 'flat' else index}, " in said
@@ -607,7 +607,7 @@ def test_a_control_groups_limit_counts(tmp_path, monkeypatch):
 
 
 def test_a_changed_corpus_is_read_anew_and_an_unchanged_one_is_not(tmp_path, monkeypatch):
-    from lld import corpus as corpus_module
+    from lld.retrieval import corpus as corpus_module
 
     monkeypatch.setattr(corpus_module, "SMALL_BYTES", 0)
     monkeypatch.setenv("LLD_CACHE", str(tmp_path / "cache"))
@@ -646,7 +646,7 @@ def test_query_blocks_do_not_change_the_answers(folder, monkeypatch):
     retriever = open_retriever(options_of(folder, "whole", backend="torch"))
     queries = [passage["contents"] for passage in make_passages(40, seed=1)]
     whole = retriever.search(queries, 7)
-    monkeypatch.setattr(retrieval, "QUERY_ROWS", 3)
+    monkeypatch.setattr(backends, "QUERY_ROWS", 3)
     assert [[p.id for p in passages] for passages in retriever.search(queries, 7)] == [
         [p.id for p in passages] for passages in whole
     ]

@@ -13,9 +13,10 @@ from accelerate import Accelerator
 from conftest import make_lm, make_tokenizer
 from gradients import make_episodes
 
-from lld import config, influence
+from lld import config
 from lld.episode import Turn, collate
-from lld.influence import (
+from lld.influence import closed_form
+from lld.influence.closed_form import (
     Group,
     Tokens,
     analyse,
@@ -30,7 +31,7 @@ from lld.influence import (
     true_change,
     whole_model,
 )
-from lld.influence_view import agreement, compare
+from lld.influence.view import agreement, compare
 from lld.policy import Policy
 from lld.update import loss_of, minibatch_counts, select
 
@@ -352,11 +353,11 @@ def test_the_command_plays_prints_and_writes(tmp_path, monkeypatch, capsys):
         "--out",
         str(tmp_path / "out" / "found.json"),
     ]
-    assert influence.main([*command, *settings]) == 2  # a random policy answers nothing right
+    assert closed_form.main([*command, *settings]) == 2  # a random policy answers nothing right
     assert "no group of the 3 questions has both rewards" in capsys.readouterr().err
     # The second question's two episodes are alike in reward and must be dropped.
-    monkeypatch.setattr(influence, "score_episodes", lambda episodes, *_: [1.0, 0.0, 1.0, 1.0, 0.0, 1.0])
-    assert influence.main([*command, *settings]) == 0
+    monkeypatch.setattr(closed_form, "score_episodes", lambda episodes, *_: [1.0, 0.0, 1.0, 1.0, 0.0, 1.0])
+    assert closed_form.main([*command, *settings]) == 0
     found = json.loads((tmp_path / "out" / "found.json").read_text())
     assert len(found["bars"]) == len(found["groups"]) == 2 and found["num_questions"] == 3
     assert found["num_negative"] == sum(bar["delta"] < 0 for bar in found["bars"])
@@ -369,14 +370,14 @@ def test_the_command_plays_prints_and_writes(tmp_path, monkeypatch, capsys):
     assert len(conclusions) == 2 and conclusions[0] < 5 and conclusions[1] >= len(lines) - 3, (
         "first and last, the cases between"
     )
-    assert influence.main([*command, *settings, "--questions", "0"]) == 2
-    assert influence.main([*command, "--run.steps", "3"]) == 2 and "run.steps=3" in capsys.readouterr().err
-    assert influence.main(["--ckpt", str(tmp_path), "--config", str(tmp_path / "empty.yaml")]) == 2
+    assert closed_form.main([*command, *settings, "--questions", "0"]) == 2
+    assert closed_form.main([*command, "--run.steps", "3"]) == 2 and "run.steps=3" in capsys.readouterr().err
+    assert closed_form.main(["--ckpt", str(tmp_path), "--config", str(tmp_path / "empty.yaml")]) == 2
     assert f"did you mean {tmp_path / 'policy'}?" in capsys.readouterr().err
 
 
 def test_without_out_the_figures_go_into_the_runs_folder_and_follow_no_link(tmp_path, monkeypatch):
-    where = lambda ckpt, out=None: influence.out_file(SimpleNamespace(ckpt=ckpt, out=out))
+    where = lambda ckpt, out=None: closed_form.out_file(SimpleNamespace(ckpt=ckpt, out=out))
     ckpt = tmp_path / "run" / "checkpoints" / "step_000040"
     ckpt.mkdir(parents=True)
     assert where(ckpt) == tmp_path / "run" / "influence" / "step_000040.json" and where(ckpt).parent.is_dir()

@@ -4,9 +4,9 @@ trajectories."""
 import copy
 import dataclasses
 import json
+import math
 import random
 import re
-import math
 
 import pytest
 import torch
@@ -14,8 +14,9 @@ from bench import alarm
 from conftest import ROOT, make_lm, make_tokenizer
 from gradients import OPTIONS, make_episodes
 
-from lld import config, metrics, monitor, phases, trajectories
+from lld import config
 from lld.episode import ANSWER, SEARCH, THINK, Batch, collate
+from lld.record import metrics, monitor, phases, trajectories
 from lld.update import Scores
 
 ADVANTAGES_PG = torch.tensor([[1.0, -0.5, -0.5], [0.0, 0.0, 0.0], [1.1, 0.1, -1.2], [-1.0, 0.5, 0.5]])

@@ -7,9 +7,9 @@ import pytest
 import torch
 from conftest import make_lm
 
-from lld import optimizers
 from lld.config import Optim
 from lld.policy import Policy
+from lld.running import optimizers
 
 IDS_BT = torch.arange(60).view(2, 30)
 SCORED_BT = IDS_BT % 30 > 0  # the first token has nothing to be predicted from

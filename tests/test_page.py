@@ -12,9 +12,10 @@ import subprocess
 import pytest
 import yaml
 
-from lld import page, report, runs
 from lld.config import Config, to_dict
-from lld.metrics import GLOSSARY, described
+from lld.record import runs
+from lld.record.metrics import GLOSSARY, described
+from lld.report import figure, page
 
 HOSTILE = (
     "</script><script>document.title='owned'</script><img src=x "
@@ -483,11 +484,11 @@ def test_outcome_of_a_run_that_rose_of_one_that_died_and_of_a_short_one():
 def test_command_writes_page_and_figure_and_more_runs_than_the_figure_holds(tmp_path, capsys):
     made = [make_run(tmp_path / f"run{k}", steps=12, seed=k) for k in range(7)]
     assert (
-        report.main([str(made[0])]) == 0
+        figure.main([str(made[0])]) == 0
         and (made[0] / "report.html").is_file()
         and (made[0] / "figure.png").is_file()
     )
-    assert report.main([*map(str, made), "--to", str(tmp_path)]) == 0
+    assert figure.main([*map(str, made), "--to", str(tmp_path)]) == 0
     assert (
         "no figure.png" in capsys.readouterr().out
         and (tmp_path / "report.html").is_file()
@@ -498,13 +499,13 @@ def test_command_writes_page_and_figure_and_more_runs_than_the_figure_holds(tmp_
         recorded.read_text().replace('"step": 0,', '"step": "0\\"><meta http-equiv=refresh>",')
     )
     assert (
-        report.main([str(made[0])]) == 2
+        figure.main([str(made[0])]) == 2
         and "step_000000.jsonl line 1 is damaged (step = '0\"><meta http-equiv=refresh>' is no whole number"
         in capsys.readouterr().err
     )
     recorded.write_text("{\n")
     assert (
-        report.main([str(made[0])]) == 2 and "step_000000.jsonl line 1 is damaged" in capsys.readouterr().err
+        figure.main([str(made[0])]) == 2 and "step_000000.jsonl line 1 is damaged" in capsys.readouterr().err
     )
 
 

@@ -10,7 +10,10 @@ import pytest
 import torch
 from conftest import ROOT, make_lm
 
-from lld import attention, config, engine, plan
+from lld import config
+from lld.engine import engine
+from lld.model import attention
+from lld.running import plan
 
 YAMLS = sorted((ROOT / "configs").glob("*.yaml"))
 ON_8 = ["plan.gpus=8", "plan.gpu_memory_gb=80", "plan.shard=fsdp"]

@@ -8,7 +8,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lld import policy
-from lld.decoder import head_logits
+from lld.engine.decoder import head_logits
 from lld.policy import token_scores
 
 

@@ -5,7 +5,8 @@ import re
 import pytest
 from conftest import ROOT
 
-from lld import config, metrics
+from lld import config
+from lld.record import metrics
 
 README = (ROOT / "README.md").read_text()
 

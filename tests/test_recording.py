@@ -8,7 +8,7 @@ import pytest
 
 from lld.config import Retriever, from_dict
 from lld.protocol import Passage
-from lld.recording import Recording
+from lld.retrieval.recording import Recording
 from lld.tools import RetrieverError, make_search
 
 

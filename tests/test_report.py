@@ -6,8 +6,8 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from lld import report
-from lld.metrics import described
+from lld.record.metrics import described
+from lld.report import figure as report
 
 STEPS = 40
 

@@ -17,14 +17,14 @@ import pytest
 import torch
 from conftest import SHARED
 
-from lld import corpus as corpus_module
-from lld import index as index_module
-from lld import retrieval
 from lld.config import Retriever
-from lld.corpus import Corpus
-from lld.encoder import Encoder, encoder_style
-from lld.index import build_bm25, build_index
-from lld.retrieval import BM25Search, open_retriever
+from lld.retrieval import backends
+from lld.retrieval import corpus as corpus_module
+from lld.retrieval import index as index_module
+from lld.retrieval.backends import BM25Search, open_retriever
+from lld.retrieval.corpus import Corpus
+from lld.retrieval.encoder import Encoder, encoder_style
+from lld.retrieval.index import build_bm25, build_index
 
 WORDS = [f"w{i}" for i in range(60)]
 
@@ -217,7 +217,7 @@ def brute_force(passages, queries, encoder, topk):
 @pytest.mark.parametrize("backend", ["faiss", "torch"])
 @pytest.mark.parametrize("topk", [1, 5, 50, 80])
 def test_vector_search_is_brute_force(options, backend, topk, monkeypatch):
-    monkeypatch.setattr(retrieval, "CHUNK_ROWS", 7)  # 50 passages in 8 chunks, the last of one row
+    monkeypatch.setattr(backends, "CHUNK_ROWS", 7)  # 50 passages in 8 chunks, the last of one row
     retriever = open_retriever(options[backend])
     queries = ["w1 w2", "w40", "w5 w6 w7 w8"]
     found, expected = (

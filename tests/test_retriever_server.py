@@ -17,7 +17,7 @@ from fastapi.testclient import TestClient
 
 import retriever_server
 from lld.config import Retriever
-from lld.retrieval import open_retriever
+from lld.retrieval.backends import open_retriever
 from lld.tools import Client, check_health
 from retriever_server import make_app, parse_options
 
@@ -234,7 +234,9 @@ def test_a_mistake_ends_the_command_with_one_line(arguments, message, monkeypatc
 
 
 def test_a_port_in_use_is_named_before_an_index_is_opened(monkeypatch, capsys):
-    monkeypatch.setattr("lld.retrieval.open_retriever", lambda *_: pytest.fail("the index was opened"))
+    monkeypatch.setattr(
+        "lld.retrieval.backends.open_retriever", lambda *_: pytest.fail("the index was opened")
+    )
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         monkeypatch.setattr(

@@ -9,7 +9,7 @@ from conftest import make_lm
 
 from lld import protocol
 from lld.data import Question
-from lld.engine import Engine, Stopped
+from lld.engine.engine import Engine, Stopped
 from lld.episode import collate
 from lld.policy import Policy
 from lld.protocol import Passage

@@ -12,7 +12,11 @@ import pytest
 import yaml
 from test_report import full_rows, write_run
 
-from lld import config, crashbox, evaluate, grid, policy, report, runs
+from lld import config, evaluate, policy
+from lld.experiment import grid
+from lld.record import runs
+from lld.report import figure
+from lld.running import crashbox
 
 EVIL = {
     "run": {"dir": "/elsewhere/run", "trackers": ["wandb"]},
@@ -335,7 +339,7 @@ def test_the_option_that_is_meant_is_named():
 
 def damaged(capsys, run: Path) -> str:
     """The message of the report, which must refuse the folder."""
-    assert report.main([str(run)]) == 2
+    assert figure.main([str(run)]) == 2
     return capsys.readouterr().err
 
 
@@ -388,7 +392,7 @@ def test_hostile_values_are_drawn_as_missing_or_named(tmp_path, capsys):
         + "f" * 9000
         + ", dir: .nan}\nloss: {lld_weight: [[[[[[1]]]]]], 3: 4, kind: {? 2001-01-01 : 2}}\nx: 3\n"
     )
-    assert report.main([str(run)]) == 0 and '</script>"' not in (run / "report.html").read_text()
+    assert figure.main([str(run)]) == 0 and '</script>"' not in (run / "report.html").read_text()
     (run / "run.json").write_text("[" * 100_000)
     assert "run.json is damaged (brackets nested too deeply): delete it" in damaged(capsys, run)
     (run / "run.json").unlink()
@@ -407,7 +411,7 @@ def test_what_is_written_into_a_folder_follows_no_link(tmp_path, capsys):
     (tmp_path / "diary").write_text("mine")
     for name in ("report.html", "figure.png"):
         (run / name).symlink_to(tmp_path / "diary")
-    assert report.main([str(run)]) == 0
+    assert figure.main([str(run)]) == 0
     assert (
         (tmp_path / "diary").read_text() == "mine"
         and not (run / "figure.png").is_symlink()
@@ -426,10 +430,10 @@ def test_text_of_a_file_does_not_drive_the_terminal(tmp_path, capsys):
 
 def test_the_command_takes_runs_before_and_after_options_and_makes_the_folder(tmp_path, capsys):
     made = [write_run(tmp_path / name, full_rows()) for name in "ab"]
-    assert report.main([str(made[0]), "--to", str(tmp_path / "new" / "page"), str(made[1])]) == 0
+    assert figure.main([str(made[0]), "--to", str(tmp_path / "new" / "page"), str(made[1])]) == 0
     assert (tmp_path / "new" / "page" / "report.html").is_file()
     (tmp_path / "plain").write_text("")
-    assert report.main([str(made[0]), "--to", str(tmp_path / "plain" / "x")]) == 7
+    assert figure.main([str(made[0]), "--to", str(tmp_path / "plain" / "x")]) == 7
     assert "plain/x" in capsys.readouterr().err
 
 

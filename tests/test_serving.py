@@ -17,7 +17,7 @@ import uvicorn
 from fastapi.testclient import TestClient
 
 from lld.protocol import Passage
-from lld.serving import Batcher, Busy, Cache
+from lld.retrieval.batching import Batcher, Busy, Cache
 from retriever_server import GRACE_S, Limits, guarded_protocol, make_app
 
 

@@ -17,8 +17,9 @@ from test_train import draw_nothing, refused, rows
 from transformers import AutoModelForCausalLM
 
 import train
-from lld import checkpoint, config, sharding
+from lld import config
 from lld.evaluate import evaluate_questions
+from lld.running import checkpoint, sharding
 from lld.update import micro_batches, plan_updates
 
 LAUNCH = [

@@ -23,7 +23,8 @@ from test_train import Failing, draw_nothing, refused, rows, write_config
 from tqdm import tqdm
 
 import train
-from lld import checkpoint, config, lock, provenance, survive
+from lld import config
+from lld.running import checkpoint, lock, provenance, survive
 
 STEPS = 4
 
@@ -214,7 +215,7 @@ def test_the_lock_goes_with_a_killed_process(tmp_path):
             sys.executable,
             "-c",
             (
-                "import time; from pathlib import Path; from lld import lock; held = "
+                "import time; from pathlib import Path; from lld.running import lock; held = "
                 f"lock.take(Path({str(tmp_path)!r})); print('held', flush=True); time.sleep(60)"
             ),
         ],
@@ -232,7 +233,7 @@ def test_the_lock_goes_with_a_killed_process(tmp_path):
 
 PARENT = """
 import subprocess, sys
-subprocess.run([sys.executable, "-c", "from lld import lock; import os; print(lock.launcher() == os.getppid())"])
+subprocess.run([sys.executable, "-c", "from lld.running import lock; import os; print(lock.launcher() == os.getppid())"])
 """
 
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lld import checkpoint, config, protocol, tinyworld
+from lld import config, protocol
+from lld.running import checkpoint
+from lld.tinyworld import world as tinyworld
 
 TINY = config.TinyWorld(num_people=30, warm_start_steps=12, hidden_size=32, namesake_share=0.2)
 TOPK = 3

@@ -19,7 +19,8 @@ import yaml
 from conftest import ROOT
 
 import train
-from lld import checkpoint, metrics
+from lld.record import metrics
+from lld.running import checkpoint
 
 STEPS = 6
 
@@ -530,7 +531,7 @@ def test_a_collapse_stops_the_run_fills_the_box_and_no_report_hides_why(folder, 
         }
     )
     monkeypatch.setattr(train.phases.Detector, "update", lambda self, row: seen(self, made_up(row)))
-    monkeypatch.setattr("lld.report.write_page", lambda *_: 1 / 0)
+    monkeypatch.setattr("lld.report.figure.write_page", lambda *_: 1 / 0)
     config = write_config(
         folder,
         "dead",

@@ -15,9 +15,10 @@ from accelerate import Accelerator
 from conftest import make_lm, make_tokenizer
 from gradients import OPTIONS, Recorder, make_episodes, two_steps
 
-from lld import config, loss, monitor
+from lld import config, loss
 from lld.episode import ANSWER, collate
 from lld.policy import Policy
+from lld.record import monitor
 from lld.update import learning_rate, micro_batches, plan_updates, score_batch, update_policy
 
 HERE = Path(__file__).parent

@@ -1,4 +1,4 @@
-"""What the early warning and the collapse alarm (lld/phases.py) are worth on recorded runs: misses, delays,
+"""What the early warning and the collapse alarm (lld/record/phases.py) are worth on recorded runs: misses, delays,
 false alarms.
 
     python tests/bench/alarm.py                 # the table, from tests/fixtures/alarm.jsonl
@@ -18,7 +18,7 @@ from statistics import fmean, median
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from lld import phases, runs
+from lld.record import phases, runs
 
 FIXTURE = ROOT / "tests" / "fixtures" / "alarm.jsonl"
 NAMES = (*phases.WATCHED, "displacement/correct", "likelihood/correct_old")

@@ -170,7 +170,7 @@ def gap() -> None:
     import torch
     from conftest import make_lm, make_tokenizer
 
-    from lld.engine import Engine
+    from lld.engine.engine import Engine
     from lld.policy import Policy, engine_model
 
     device, tokenizer = torch.device("cuda"), make_tokenizer()

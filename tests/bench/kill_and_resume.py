@@ -29,8 +29,8 @@ sys.path[:0] = [str(Path(__file__).parent.parent.parent), str(Path(__file__).par
 from test_train import write_config
 
 import train
-from lld import checkpoint, survive
-from lld.runs import read_rows
+from lld.record.runs import read_rows
+from lld.running import checkpoint, survive
 
 PHASES = ("rollout", "update", "checkpoint", "evaluation")
 STEPS = 4

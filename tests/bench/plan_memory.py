@@ -128,7 +128,8 @@ def options(size: str, gpu: bool):
     from conftest import make_tokenizer
     from transformers import AutoConfig
 
-    from lld import config, plan, protocol
+    from lld import config, protocol
+    from lld.running import plan
 
     if gpu and size not in TINY:
         name, run = GPU_SIZES[size]
@@ -179,7 +180,7 @@ def measure(size: str, gpu: bool) -> list:
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     import torch
 
-    from lld import plan
+    from lld.running import plan
 
     shape, cfg = options(size, gpu)
     small = type(shape)(
@@ -225,12 +226,14 @@ def play_and_learn(shape, cfg, gpu: bool, note) -> None:
     from conftest import make_tokenizer
     from transformers import AutoModelForCausalLM
 
-    from lld import attention, optimizers, protocol
+    from lld import protocol
     from lld.data import Question
-    from lld.engine import Engine
+    from lld.engine.engine import Engine
     from lld.episode import collate
+    from lld.model import attention
     from lld.policy import Policy, engine_model
     from lld.rollout import rollout
+    from lld.running import optimizers
     from lld.update import score_rows, update_policy
 
     accelerator, tokenizer, options = (

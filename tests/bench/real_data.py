@@ -36,11 +36,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from lld import config, policy, protocol, tinyworld
-from lld.corpus import Corpus
+from lld import config, policy, protocol
 from lld.data import load_questions
-from lld.engine import Engine
+from lld.engine.engine import Engine
+from lld.retrieval.corpus import Corpus
 from lld.rollout import rollout
+from lld.tinyworld import world
 from lld.tools import make_search
 
 BENCHMARKS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wiki", "musique", "bamboogle")
@@ -128,7 +129,7 @@ def make_policy(tokenizer, search, train: Path, steps: int) -> Qwen2ForCausalLM:
         demonstrations.append(
             ([i for ids, _ in parts for i in ids], [own for ids, own in parts for _ in ids])
         )
-    tinyworld.warm_start(lm, demonstrations, steps, 0)
+    world.warm_start(lm, demonstrations, steps, 0)
     return lm
 
 

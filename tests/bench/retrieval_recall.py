@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from lld import config
-from lld.retrieval import open_retriever
+from lld.retrieval.backends import open_retriever
 
 SHARED = ROOT.parent / "shared" / "data"
 README = {

@@ -26,9 +26,9 @@ import torch
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lld.encoder import Encoder
-from lld.index import Vectors, _write_shard
-from lld.retrieval import nearest, quantize
+from lld.retrieval.backends import nearest, quantize
+from lld.retrieval.encoder import Encoder
+from lld.retrieval.index import Vectors, _write_shard
 
 SHARD = 1 << 16
 

@@ -38,7 +38,7 @@ import uvicorn
 from fastapi import FastAPI
 from pydantic import BaseModel
 from lld.config import Retriever
-from lld.retrieval import open_retriever
+from lld.retrieval.backends import open_retriever
 
 retriever = open_retriever(Retriever(url=None, index=sys.argv[2], corpus=sys.argv[3], encoder=sys.argv[4], device="cpu"))
 app = FastAPI()

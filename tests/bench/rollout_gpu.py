@@ -24,9 +24,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 sys.path[:0] = [str(Path(__file__).parent.parent.parent), str(Path(__file__).parent)]
 from rollout_speed import shaped_tokenizer
 
-from lld import attention, graphs
-from lld.engine import Engine
-from lld.joined import join_weights
+from lld.engine import graphs
+from lld.engine.engine import Engine
+from lld.model import attention
+from lld.model.joined import join_weights
 
 SHAPES = {  # hidden, ffn, layers, heads, key heads, vocabulary
     "tiny": (128, 256, 2, 4, 2, 1000),

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from rollout_speed import clock, ours, tiny_world
 
 from lld.data import load_questions
-from lld.engine import Engine
+from lld.engine.engine import Engine
 
 
 def main() -> None:

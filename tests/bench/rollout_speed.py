@@ -50,9 +50,10 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM, Qwen
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lld import attention, protocol
+from lld import protocol
 from lld.data import Question, load_questions
-from lld.engine import Engine
+from lld.engine.engine import Engine
+from lld.model import attention
 from lld.protocol import Passage
 from lld.rollout import rollout
 

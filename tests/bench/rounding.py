@@ -19,14 +19,16 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from accelerate import Accelerator
 
-from lld import config, decoder, loss, policy, protocol, tinyworld
+from lld import config, loss, policy, protocol
 from lld.advantages import group_advantages
 from lld.data import load_questions
-from lld.engine import Engine
+from lld.engine import decoder
+from lld.engine.engine import Engine
 from lld.episode import Batch, collate
 from lld.policy import Policy, eos_ids, load_lm, load_tokenizer
 from lld.reward import score_episodes
 from lld.rollout import rollout
+from lld.tinyworld import world as tinyworld
 from lld.tools import make_search
 from lld.update import plan_updates, update_policy
 

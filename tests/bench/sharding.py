@@ -26,7 +26,7 @@ from kill_and_resume import finish, start
 from safetensors.torch import load_file
 from test_train import write_config
 
-from lld.runs import read_rows
+from lld.record.runs import read_rows
 
 KINDS = {"1 process": 1, "2 processes, DDP": 2, "2 processes, FSDP2": 2}
 FIGURES = ("reward/mean", "entropy", "response_tokens", "likelihood/correct_old")

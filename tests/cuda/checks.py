@@ -27,10 +27,9 @@ REAL = "LLD_REAL_GPU" in os.environ
 FOLDER = Path(sys.argv[1])
 hooks = None if REAL else start.load_hooks(FOLDER)
 
-import torch
-
 import kvcache
 import pretended
+import torch
 import varlen
 from pretended import SIM, CudaTensor
 
@@ -40,10 +39,12 @@ import transformers
 from conftest import make_lm, make_tokenizer
 from test_train import write_config
 
-import lld.decoder
-import lld.engine
-from lld import attention, config, graphs
-from lld.engine import Engine
+import lld.engine.decoder
+import lld.engine.engine
+from lld import config
+from lld.engine import graphs
+from lld.engine.engine import Engine
+from lld.model import attention
 from lld.policy import engine_model
 
 SLOTS, LAYERS = 6, 2
@@ -61,7 +62,7 @@ def plain_type(x, *rest):
     return torch.nn.Parameter if wrapped and not rest else type(x, *rest)
 
 
-lld.decoder.type = plain_type
+lld.engine.decoder.type = plain_type
 
 
 # ---- sampling ----------------------------------------------------------------------------------------------
@@ -278,7 +279,7 @@ def mutations() -> dict:
     """What the pretended device says of two mistakes: a tensor made on the host, and a question to the device
     in each step."""
     tokenizer, found = make_tokenizer(), {}
-    lm, sample = make_lm(tokenizer), lld.engine.sample_tokens
+    lm, sample = make_lm(tokenizer), lld.engine.engine.sample_tokens
 
     def asking(logits_SV, *rest):
         assert bool(logits_SV.isfinite().all())
@@ -309,8 +310,8 @@ def mutations() -> dict:
 def searching() -> dict:
     """Passages found by the torch backend with an encoder on the device, from the main thread, a pool's, and
     under autocast."""
-    from lld.index import build_index
-    from lld.retrieval import open_retriever
+    from lld.retrieval.backends import open_retriever
+    from lld.retrieval.index import build_index
 
     tokenizer, encoder = make_tokenizer(), FOLDER / "e5-tiny"
     torch.manual_seed(0)
@@ -364,7 +365,7 @@ def searching() -> dict:
 
 def searching_on_rank_1() -> dict:
     """A search from a pool's thread, which begins with device 0, of a process whose device is the second."""
-    from lld.encoder import Encoder
+    from lld.retrieval.encoder import Encoder
 
     if REAL and torch.cuda.device_count() < 2:
         return {"skipped": "one GPU"}
@@ -383,7 +384,7 @@ def influence() -> dict:
     from accelerate.state import AcceleratorState
     from test_influence import make_group, options
 
-    from lld.influence import analyse, displace_each
+    from lld.influence.closed_form import analyse, displace_each
     from lld.policy import Policy
 
     tokenizer, group = make_tokenizer(), make_group()
@@ -413,10 +414,10 @@ def influence() -> dict:
 
 def make_world() -> None:
     """The tiny world of all runs, made on the CPU."""
-    from lld import tinyworld
+    from lld.tinyworld import world
 
     cfg = config.load(small("world"), [])
-    tinyworld.prepare(cfg.tinyworld, cfg.rollout, cfg.retriever.topk)
+    world.prepare(cfg.tinyworld, cfg.rollout, cfg.retriever.topk)
     questions = (FOLDER / "world" / "heldout.jsonl").read_text().splitlines(keepends=True)
     (FOLDER / "few.jsonl").write_text("".join(questions[:4]))
 

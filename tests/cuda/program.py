@@ -18,7 +18,7 @@ import torch
 
 
 def plain_type(x, *rest):
-    """`type` for lld/decoder.py, which asks whether weights are plain parameters: a wrapped one would be, on
+    """`type` for lld/engine/decoder.py, which asks whether weights are plain parameters: a wrapped one would be, on
     a GPU."""
     return torch.nn.Parameter if not rest and getattr(x, "_is_param", False) else builtins.type(x, *rest)
 
@@ -26,8 +26,8 @@ def plain_type(x, *rest):
 if __name__ == "__main__":
     sys.argv = sys.argv[2:]
     sys.path[:0] = [str(Path(sys.argv[0]).resolve().parent), str(pretended.ROOT)]
-    import lld.decoder
+    import lld.engine.decoder
 
-    lld.decoder.type = plain_type
+    lld.engine.decoder.type = plain_type
     with pretended.pretend():
         runpy.run_path(sys.argv[0], run_name="__main__")

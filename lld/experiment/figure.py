@@ -1,0 +1,208 @@
+"""An experiment's runs -> one figure: reward and displacement by arm at each learning rate, final EM against
+the rate."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from lld.experiment.outcomes import DISPLACED, groups, mean_interval
+from lld.record.runs import WINDOW, running_mean, series
+from lld.report.figure import COLORS, MARKERS, literal
+
+ARM_COLORS = ("#000000", *COLORS, "#8C6D31")  # the first arm, usually plain GRPO, in black
+DISPLACEMENT_TICKS = (-10, -1, -0.1, -0.03, -0.01, 0, 0.01, 0.03, 0.1, 1)
+LINE_STYLES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)))
+CURVES = (
+    ("reward/mean", "training reward"),
+    ("displacement/correct", "displacement of correct\nresponses (nats/token)"),
+)
+Curve = tuple[dict, Sequence[dict]]  # a run of lld.experiment.outcomes and its rows
+
+
+def smooth_by_step(rows: Sequence[dict], name: str) -> dict[int, float]:
+    """Step -> mean of `name` over the last 10 steps that have it; the first, partial windows are left out."""
+    steps, values = series(rows, name)
+    return dict(list(zip(steps, running_mean(values)))[WINDOW - 1 :])
+
+
+def style_of(arm: str, arms: Sequence[str]) -> dict:
+    """Colour and line of an arm: no two alike among 8 x 4."""
+    index = arms.index(arm)
+    return {
+        "color": ARM_COLORS[index % len(ARM_COLORS)],
+        "linestyle": LINE_STYLES[index // len(ARM_COLORS) % len(LINE_STYLES)],
+    }
+
+
+def draw_curves(ax: Axes, curves: Sequence[Curve], name: str, style: dict) -> None:
+    """The seeds' mean as a line within a band from the lowest to the highest seed; a cross where a seed's
+    reward collapsed."""
+    smoothed = [smooth_by_step(rows, name) for _, rows in curves]
+    steps = sorted(set().union(*smoothed))
+    at_step = [[values[step] for values in smoothed if step in values] for step in steps]
+    ax.plot(steps, list(map(fmean, at_step)), linewidth=1.5, **style)
+    if len(curves) > 1:
+        ax.fill_between(
+            steps,
+            list(map(min, at_step)),
+            list(map(max, at_step)),
+            color=style["color"],
+            alpha=0.12,
+            linewidth=0,
+        )
+    for (run, _), values in zip(curves, smoothed):
+        if run["collapse_step"] in values:
+            ax.plot(
+                [run["collapse_step"]],
+                [values[run["collapse_step"]]],
+                "X",
+                color=style["color"],
+                markersize=7,
+                markeredgecolor="white",
+                markeredgewidth=0.7,
+                zorder=4,
+            )
+
+
+def draw_rates(ax: Axes, runs: Sequence[dict], name: str, arms: Sequence[str], rates: Sequence[str]) -> None:
+    """`name` against the learning rate: mean and 95 % interval of each arm, its seeds as small dots; arms
+    side by side."""
+    for (arm,), of_arm in groups(runs, "arm").items():
+        shift = 0.5 * (arms.index(arm) - (len(arms) - 1) / 2) / max(len(arms), 1)
+        points = [
+            (rates.index(rate) + shift, [run[name] for run in same if run[name] is not None])
+            for (rate,), same in groups(of_arm, "rate").items()
+        ]
+        points = [(x, values) for x, values in points if values]
+        intervals = [mean_interval(values) for _, values in points]
+        style = style_of(arm, arms)
+        for x, values in points:
+            ax.plot([x] * len(values), values, ".", color=style["color"], markersize=3, alpha=0.5)
+        marker = MARKERS[arms.index(arm) % len(MARKERS)]
+        ax.errorbar(
+            [x for x, _ in points],
+            [mean for mean, _ in intervals],
+            yerr=[half or 0.0 for _, half in intervals],
+            marker=marker,
+            markersize=5,
+            linewidth=1.2,
+            elinewidth=0.8,
+            **style,
+        )
+    ax.set_xticks(range(len(rates)), rates)
+    ax.set_xlim(-0.5, len(rates) - 0.5)
+    ax.set_ylim(-0.02, 1.02)
+    ax.set_xlabel("learning rate", fontsize=8)
+
+
+def dress(ax: Axes, title: str, unit: str) -> None:
+    ax.set_title(title, fontsize=9, loc="left")
+    ax.set_ylabel(unit, fontsize=8)
+    ax.tick_params(labelsize=7.5)
+    ax.grid(color="#e6e6e6", linewidth=0.6)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def draw_world(
+    figure, world: str, curves: Sequence[Curve], arms: Sequence[str], curve_arms: Sequence[str]
+) -> None:
+    """Two rows of panels: a column a learning rate (reward above, displacement below), and last what came of
+    it against the rate."""
+    rates = sorted({run["rate"] for run, _ in curves}, key=float)
+    axes = figure.subplots(
+        2, len(rates) + 1, squeeze=False, width_ratios=[1] * len(rates) + [max(1.0, 0.42 * len(rates))]
+    )
+    for row, (name, unit) in enumerate(CURVES):
+        for column, rate in enumerate(rates):
+            ax = axes[row][column]
+            for arm in curve_arms:
+                same = [
+                    curve
+                    for curve in curves
+                    if curve[0]["arm"] == arm and curve[0]["rate"] == rate and smooth_by_step(curve[1], name)
+                ]
+                if same:
+                    draw_curves(ax, same, name, style_of(arm, arms))
+            if not ax.lines:
+                ax.text(0.5, 0.5, "not run", transform=ax.transAxes, ha="center", color="#888", fontsize=8)
+            dress(ax, f"{literal(world)}, lr {rate}" if row == 0 else "", unit if column == 0 else "")
+            ax.set_xlim(0, max(run["steps"] for run, _ in curves))
+            ax.tick_params(labelbottom=row == 1, labelleft=column == 0)
+            if row == 1:
+                ax.axhline(0, color="#888", linewidth=0.8, zorder=1)
+                ax.axhline(DISPLACED, color="#888", linewidth=0.6, linestyle=":", zorder=1)
+                ax.set_xlabel("step", fontsize=8)
+    top = max(
+        (value for _, rows in curves for value in smooth_by_step(rows, "reward/mean").values()), default=1.0
+    )
+    fallen = [
+        value for _, rows in curves for value in smooth_by_step(rows, "displacement/correct").values()
+    ] or [0.0]
+    limits = min(1.3 * min(fallen), 3 * DISPLACED), max(1.3 * max(fallen), -1.5 * DISPLACED)
+    for column in range(len(rates)):
+        axes[0][column].set_ylim(0, 1.08 * top or 1)
+        # Linear up to 0.01 and logarithmic beyond: displacement that matters is 0.01, in the fall of a
+        # collapsed run it is 1.
+        axes[1][column].set_yscale("symlog", linthresh=-DISPLACED)
+        axes[1][column].set_ylim(*limits)
+        axes[1][column].set_yticks([tick for tick in DISPLACEMENT_TICKS if limits[0] <= tick <= limits[1]])
+        axes[1][column].yaxis.set_major_formatter("{x:g}")
+    runs = [run for run, _ in curves]
+    for row, (name, title) in enumerate((("em_final", "final held-out EM"), ("em_best", "best held-out EM"))):
+        draw_rates(axes[row][-1], runs, name, arms, rates)
+        dress(axes[row][-1], title, "EM (dots: seeds; bars: 95 %)")
+
+
+def plot_experiment(curves: Sequence[Curve], curve_arms: Sequence[str], path: str | Path) -> None:
+    """Draws the figure into a PNG: for each world the curves of `curve_arms` at each learning rate, and final
+    and best EM of all arms."""
+    arms = list(dict.fromkeys(arm for (_, arm) in groups([run for run, _ in curves], "world", "arm")))
+    by_world = {
+        world: [curve for curve in curves if curve[0]["world"] == world]
+        for (world,) in groups([run for run, _ in curves], "world")
+    }
+    num_columns = max(len({run["rate"] for run, _ in some}) for some in by_world.values())
+    width = 2.6 * num_columns + 4.4
+    figure = Figure(figsize=(width, 0.8 + 4.6 * len(by_world)), dpi=130, layout="constrained")
+    parts = figure.subfigures(len(by_world), 1, squeeze=False)[:, 0]
+    for part, (world, some) in zip(parts, by_world.items()):
+        draw_world(part, world, some, arms, [arm for arm in curve_arms if arm in arms])
+    entries = [
+        Line2D(
+            [],
+            [],
+            marker=MARKERS[index % len(MARKERS)],
+            linewidth=1.6,
+            label=literal(arm),
+            **style_of(arm, arms),
+        )
+        for index, arm in enumerate(arms)
+    ]
+    entries.append(
+        Line2D(
+            [],
+            [],
+            marker="X",
+            linestyle="",
+            color="#555",
+            markeredgecolor="white",
+            markersize=8,
+            label="reward collapsed",
+        )
+    )
+    figure.legend(
+        handles=entries, loc="outside upper left", ncols=max(2, int(width / 1.5)), frameon=False, fontsize=8.5
+    )
+    figure.supxlabel(
+        f"Curves: {WINDOW}-step mean, line over seeds, band from lowest to highest seed.\nDotted: "
+        f"{DISPLACED} nats/token; beyond ±{-DISPLACED} that axis is logarithmic.",
+        x=0.01,
+        ha="left",
+        fontsize=8,
+    )
+    figure.savefig(path)

@@ -1,0 +1,281 @@
+"""Many runs as one experiment: worlds x arms x learning rates x seeds, in parallel processes, resumable,
+tabulated.
+
+    python -m lld.experiment configs/experiments/tiny.yaml [--jobs N] [--table-only] [--out FOLDER] [--worlds
+    FOLDER]
+
+The YAML is described in lld/experiment/grid.py. Runs lie in OUT/{world}/{arm}-lr{rate}-s{seed}, their console in a .log
+beside it, prepared worlds in OUT/worlds/{world}. Finished runs are not repeated and half-finished ones go on
+from their newest checkpoint; tables (table.md, table.csv, runs.csv) and figure.png are made from the finished
+ones.
+"""
+
+import argparse
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from lld.experiment import outcomes
+from lld.experiment.figure import plot_experiment
+from lld.experiment.grid import Experiment, Run, check_made_alike, load_experiment
+from lld.record import phases
+from lld.record.runs import parse_json, printable, read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+# Runs side by side, not threads; no bars in logs
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+POLL_S = 0.5
+LOG_TAIL = 12  # lines of a failed run's log that are shown
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    command: tuple[str, ...]
+    log: Path
+
+
+# -------------------------------------------------------------------------------------------------------------------
+# run
+
+
+def tail(log: Path, num_lines: int = LOG_TAIL) -> str:
+    lines = log.read_text(errors="replace").replace("\r", "\n").rstrip().split("\n") if log.exists() else []
+    return "\n".join(f"    {printable(line)}" for line in lines[-num_lines:])
+
+
+def stop_all(processes: Sequence[subprocess.Popen], patience_s: float = 10.0) -> None:
+    """Ends processes and their children, by force after `patience_s`."""
+    for number, wait_s in ((signal.SIGTERM, patience_s), (signal.SIGKILL, None)):
+        running = [process for process in processes if process.poll() is None]
+        for process in running:
+            os.killpg(process.pid, number)
+        deadline = time.monotonic() + (wait_s or 0)
+        for process in running:
+            try:
+                process.wait(timeout=None if wait_s is None else max(0.01, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                pass
+
+
+def execute(jobs: Sequence[Job], num_jobs: int, what: str, keep_open: tuple[int, ...] = ()) -> list[str]:
+    """Runs the jobs' commands, `num_jobs` at a time and one thread each; returns the names of those that
+    failed.
+
+    A failure is shown with the end of its log and does not stop the others. Whatever ends this function ends
+    its children.
+    """
+    waiting, running, failed = list(jobs), {}, []
+    with tqdm(total=len(jobs), desc=what, unit="job") as progress:
+        try:
+            while waiting or running:
+                while waiting and len(running) < num_jobs:
+                    job = waiting.pop(0)
+                    job.log.parent.mkdir(parents=True, exist_ok=True)
+                    # Its own session: a Ctrl-C reaches us alone, and we end it in order
+                    with open(job.log, "a") as log:
+                        running[job] = subprocess.Popen(
+                            job.command,
+                            stdout=log,
+                            stderr=subprocess.STDOUT,
+                            env=os.environ | ONE_THREAD,
+                            start_new_session=True,
+                            pass_fds=keep_open,
+                        )
+                    progress.set_postfix_str(", ".join(job.name for job in running))
+                for job, process in list(running.items()):
+                    if process.poll() is not None:
+                        del running[job]
+                        progress.update()
+                        if process.returncode:
+                            failed.append(job.name)
+                            progress.write(
+                                f"{job.name} failed with exit code {process.returncode}; the end of "
+                                f"{job.log}:\n{tail(job.log)}",
+                                file=sys.stderr,
+                            )
+                time.sleep(POLL_S if running else 0)
+        finally:
+            stop_all(list(running.values()))
+    return failed
+
+
+def prepare_world(run: Run) -> int:
+    """Makes the tiny world of `run` in this process; nothing to do where it is there."""
+    import torch
+
+    from lld.running import checkpoint
+    from lld.tinyworld import world
+
+    torch.set_num_threads(1)
+    try:
+        world.prepare(run.cfg.tinyworld, run.cfg.rollout, run.cfg.retriever.topk)
+    except checkpoint.WriteError as error:
+        print(f"lld.experiment: {error}: make room; the same command continues", file=sys.stderr)
+        return 7
+    return 0
+
+
+def run_experiment(experiment: Experiment, num_jobs: int, script: Path, prepare: Sequence[str]) -> list[str]:
+    """Prepares the worlds, then runs what is not finished; returns the names of the failures.
+
+    `script` is train.py; `prepare` the command that makes a world, to which the run's name is added. The lock
+    is held by the children too: not even one left over from a killed experiment can write into a run that a
+    second experiment continues.
+    """
+    experiment.out.mkdir(parents=True, exist_ok=True)
+    with open(experiment.out / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(
+                f"another experiment, or a run that one started, is still working in {experiment.out}: "
+                "wait for it or end it"
+            ) from None
+        todo = [run for run in experiment.runs if not run.finished()]
+        # Any run of a world will do
+        worlds = {run.world: run for run in reversed(todo) if run.cfg.tinyworld.dir is not None}
+        jobs = [
+            Job(f"world {name}", (*prepare, run.name), experiment.out / f"world-{name}.log")
+            for name, run in reversed(worlds.items())
+        ]
+        failed = execute(jobs, num_jobs, "worlds", (lock.fileno(),)) if jobs else []
+        skipped = [run for run in todo if f"world {run.world}" in failed]
+        jobs = []
+        for run in todo:
+            resume = ["--resume"] if (run.folder / "config.yaml").exists() else []
+            if run not in skipped:
+                jobs.append(
+                    Job(
+                        run.name,
+                        (
+                            sys.executable,
+                            str(script),
+                            "--config",
+                            str(experiment.base),
+                            *resume,
+                            *run.overrides,
+                        ),
+                        run.log,
+                    )
+                )
+        print(
+            f"{len(experiment.runs)} runs: {len(experiment.runs) - len(todo)} finished, {len(jobs)} to do, "
+            f"{len(skipped)} without a world",
+            file=sys.stderr,
+        )
+        return failed + execute(jobs, num_jobs, "runs", (lock.fileno(),))
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# tables
+
+
+def commit_of(path: Path) -> str:
+    """The first letters of the commit in a run.json; empty where there is none."""
+    about = parse_json(path.read_bytes(), str(path), "delete it") if path.exists() else {}
+    return str(about.get("commit", ""))[:7]
+
+
+def write_tables(experiment: Experiment, title: str) -> str:
+    """Writes table.md, table.csv, runs.csv and figure.png of the finished runs into OUT; returns the text of
+    table.md."""
+    finished = [run for run in experiment.runs if run.finished()]
+    if not finished:
+        raise ValueError(f"no run of this experiment has finished in {experiment.out}")
+    # A run that went on for longer is read up to here
+    rows = {run.folder: read_metrics(run.folder)[: run.steps] for run in finished}
+    runs = []
+    for run in finished:
+        about = {"world": run.world, "arm": run.arm, "rate": run.rate, "seed": run.seed, "steps": run.steps}
+        runs.append(about | outcomes.describe_run(rows[run.folder], run.cfg.eval.during_training[0]))
+    commits = sorted({commit_of(run.folder / "run.json") for run in finished} - {""})
+    seeds = sorted({run.seed for run in finished})
+    head = (
+        f"{title}, base `{experiment.base}`: {len(finished)} of {len(experiment.runs)} runs finished, "
+        f"seeds {', '.join(map(str, seeds))}, commit {', '.join(commits) or 'unknown'}."
+    )
+    sections = [
+        outcomes.by_rate(runs),
+        outcomes.own_best(runs, experiment.reference),
+        outcomes.paired(runs, experiment.reference),
+    ]
+    curves = [(about, rows[run.folder]) for about, run in zip(runs, finished)]
+    # Today's rule, whatever rule they logged
+    today = [phases.detect(rows[run.folder], run.cfg.optim.updates_per_rollout) for run in finished]
+    sections.append(outcomes.warnings(curves, today))
+    text = "\n\n".join([head, *[outcomes.markdown(table) for table in sections if table.rows]]) + "\n"
+    (experiment.out / "table.md").write_text(text)
+    (experiment.out / "table.csv").write_text(outcomes.csv_text(outcomes.aggregate_rows(runs)))
+    (experiment.out / "runs.csv").write_text(outcomes.csv_text(runs))
+    plot_experiment(curves, experiment.figure_arms, experiment.out / "figure.png")
+    return text
+
+
+def main(argv: list[str] | None = None, script: Path = ROOT / "train.py") -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m lld.experiment", description="Runs and tabulates an experiment."
+    )
+    parser.add_argument("experiment", help="YAML of configs/experiments/")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        help="runs at a time, one thread each (default: number of cores)",
+    )
+    parser.add_argument("--table-only", action="store_true", help="tabulate what has finished; start nothing")
+    parser.add_argument("--out", help="in place of the YAML's `out`")
+    parser.add_argument("--worlds", help="folder of the prepared worlds (default: OUT/worlds)")
+    parser.add_argument(
+        "--prepare", metavar="RUN", help="only make the world of that run, named WORLD/ARM-lrRATE-sSEED"
+    )
+    args = parser.parse_args(argv)
+    try:
+        experiment = load_experiment(args.experiment, args.out, args.worlds)
+        if args.prepare:
+            named = {run.name: run for run in experiment.runs}
+            if args.prepare not in named:
+                raise ValueError(f"--prepare {args.prepare}: no such run (the first is {next(iter(named))})")
+            return prepare_world(named[args.prepare])
+        check_made_alike(experiment.runs)
+        failed = []
+        if not args.table_only:
+            if args.jobs < 1:
+                raise ValueError(f"--jobs {args.jobs}: must be at least 1")
+            where = ["--out", str(experiment.out)] + (["--worlds", args.worlds] if args.worlds else [])
+            before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C
+            try:
+                failed = run_experiment(
+                    experiment,
+                    args.jobs,
+                    script,
+                    [sys.executable, "-m", "lld.experiment", args.experiment, *where, "--prepare"],
+                )
+            finally:
+                signal.signal(signal.SIGTERM, before)
+        print(write_tables(experiment, Path(args.experiment).stem))
+        print(f"tables and figure are in {experiment.out}", file=sys.stderr)
+    except ValueError as error:
+        print(f"lld.experiment: {printable(error)}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(
+            f"lld.experiment: {printable(error)}: make room or mend the permissions; the same command "
+            "continues",
+            file=sys.stderr,
+        )
+        return 7
+    except KeyboardInterrupt:
+        print("lld.experiment: stopped; the same command continues", file=sys.stderr)
+        return 130
+    for name in failed:
+        print(f"lld.experiment: {name} failed", file=sys.stderr)
+    return 1 if failed else 0

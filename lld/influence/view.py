@@ -1,0 +1,210 @@
+"""What lld/influence/closed_form.py found: episodes as text, the agreement with true changes, the console and the
+figure."""
+
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+
+from lld.episode import Episode
+from lld.record.runs import printable
+from lld.report.figure import literal
+
+MATRICES = {
+    "total": "closed form at the LM head",
+    "true_model": "true change after a small SGD step on all weights",
+}
+
+
+def readable(episode: Episode, tokenizer) -> list[str]:
+    """What the model wrote, a line a turn, with the titles of what its search found."""
+    lines = []
+    for turn in episode.turns:
+        titles = ", ".join(passage.contents.partition("\n")[0].strip('"') for passage in turn.passages)
+        lines.append(
+            tokenizer.decode(episode.token_ids[turn.start : turn.end]).strip()
+            + (f"  [found: {titles}]" if turn.searched else "")
+        )
+    return lines
+
+
+def agreement(predicted_K: torch.Tensor, measured_K: torch.Tensor) -> dict[str, float]:
+    """Correlation of predicted and measured changes, slope of the line through 0 (measured = slope x
+    predicted), share of equal signs."""
+    x_K, y_K = predicted_K.double(), measured_K.double()
+    correlation = float(torch.corrcoef(torch.stack([x_K, y_K]))[0, 1]) if len(x_K) > 1 else float("nan")
+    return {
+        "pairs": len(x_K),
+        "correlation": correlation,
+        "slope": float(x_K @ y_K / (x_K @ x_K)),
+        "same_sign": float((x_K.sign() == y_K.sign()).double().mean()),
+    }
+
+
+def compare(analyses: list[dict]) -> dict[str, dict]:
+    """How the closed form agrees with the true changes, over all measured groups together and by who acts on
+    whom."""
+    rows = {"all": [], "wrong on right": [], "right on other right": [], "right on itself": []}
+    for group in analyses:
+        for member, response in enumerate(group["responses"]) if "true_model" in group["matrix"] else ():
+            for r, on in enumerate(group["right"]):
+                kind = (
+                    "wrong on right"
+                    if response["advantage"] < 0
+                    else "right on itself"
+                    if member == on
+                    else "right on other right"
+                )
+                values = [group["matrix"][name][member][r] for name in ("total", "true_head", "true_model")]
+                rows["all"].append(values)
+                rows[kind].append(values)
+    table = {}
+    for kind, values in rows.items():
+        total_K, head_K, model_K = torch.tensor(values, dtype=torch.float64).view(-1, 3).T
+        lowering = {
+            "lowering": float((total_K < 0).double().mean()),
+            "lowering_true_model": float((model_K < 0).double().mean()),
+        }
+        table[kind] = (
+            {"head": agreement(total_K, head_K), "model": agreement(total_K, model_K)} | lowering
+            if len(values) > 1
+            else None
+        )
+    return table
+
+
+def print_case(group: dict) -> None:
+    """Prints one group: its responses, who moves whom, and the token pairs behind the look-alike pair."""
+    print(printable(f"\nOne group: {group['text']}  (gold: {', '.join(group['golden_answers'])})"))
+    for sample, response in enumerate(group["responses"]):
+        print(
+            f"  #{sample} A = {response['advantage']:+.2f}\n"
+            + "\n".join(f"      {printable(line)}" for line in response["text"])
+        )
+    columns = "".join(f"{f'on #{r}':>9}" for r in group["right"])
+    for name, title in MATRICES.items():
+        if name in group["matrix"]:
+            print(
+                "\nChange of log p of each correct response by each member's update, nats per unit of "
+                f"learning rate; {title}:\n      {columns}"
+            )
+            for sample, values in enumerate(group["matrix"][name]):
+                print(
+                    f"  #{sample}  "
+                    + "".join(f"{value:9.2f}" for value in values)
+                    + ("" if sample in group["right"] else "   wrong")
+                )
+            print("  sum " + "".join(f"{sum(column):9.2f}" for column in zip(*group["matrix"][name])))
+    if (pair := group["pair"]) is None:
+        print("\nNo wrong answer with the first search of a correct response lowers that response here.")
+        return
+    where = lambda token: (
+        f"{token['text']!r} ({token['part']}, turn {token['turn']}, token {token['offset']})"
+    )
+    print(
+        f"\nThe wrong #{pair['member']} made the same first search as the correct #{pair['response']} and "
+        f"moves it by {pair['value']:.2f}. By part and turn (of -> on):"
+    )
+    for part in (part for part in pair["parts"] if abs(part["value"]) >= 0.01 * abs(pair["value"])):
+        print(f"  {part['of']:>9} -> {part['on']:<9} {part['value']:9.3f}")
+    for name in ("lowering", "raising"):
+        print(f"Most {name} token pairs:")
+        for row in pair[name]:
+            print(f"  {row['value']:9.3f}  {where(row['of'])} -> {where(row['on'])}")
+
+
+def print_summary(figures: dict, brief: bool = False) -> None:
+    """Prints the agreement with the true changes and the bars of Fig. 3a; `brief`: the conclusion alone."""
+    bars = figures["bars"]
+    share = (
+        f"Delta below 0 in {figures['num_negative']} of {len(bars)} groups with mixed rewards "
+        f"({figures['num_questions']} questions played): share {figures['negative_share']:.2f}"
+    )
+    if brief:
+        row = (figures["agreement"] or {}).get("all")
+        print(
+            f"\n{share}"
+            + (
+                (
+                    "; the closed form agrees with the true change of the whole model: correlation "
+                    f"{row['model']['correlation']:.3f}, same sign {row['model']['same_sign']:.2f}"
+                )
+                if row
+                else ""
+            )
+        )
+        return
+    print(
+        "\nClosed form against the true change after an SGD step on one member's loss, all response pairs "
+        "of the measured groups:"
+    )
+    print(
+        f"  {'who on whom':<22}{'pairs':>6}  {'head: corr.':>11} {'slope':>6}  {'whole model: corr.':>18} "
+        f"{'slope':>6} {'same sign':>9}  {'lowering':>8} {'truly':>6}"
+    )
+    for kind, row in figures["agreement"].items():
+        if row is not None:
+            head, model = row["head"], row["model"]
+            print(
+                f"  {kind:<22}{head['pairs']:>6}  {head['correlation']:>11.4f} {head['slope']:>6.3f}  "
+                f"{model['correlation']:>18.3f} {model['slope']:>6.2f} {model['same_sign']:>9.2f}  "
+                f"{row['lowering']:>8.2f} {row['lowering_true_model']:>6.2f}"
+            )
+    print(
+        f"\nFig. 3a: one update ({figures['optimizer']}, lr {figures['lr']:g}) on each question's own "
+        "episodes, from the same weights. Delta = mean change of log p of its correct responses, nats:"
+    )
+    for bar in bars:
+        print(f"  {bar['delta']:+9.4f}  {bar['num_right']} correct  {printable(bar['text'])}")
+    print(share)
+
+
+def draw(figures: dict, path: Path) -> None:
+    """The matrices of the group and the bars of Fig. 3a as one PNG."""
+    group, bars = figures["case"], figures["bars"]
+    panels = [name for name in MATRICES if name in group["matrix"]]
+    figure = Figure(figsize=(4.4 * len(panels) + 6, 5), dpi=130, layout="constrained")
+    axes = figure.subplots(1, len(panels) + 1, width_ratios=[1] * len(panels) + [1.35], squeeze=False)[0]
+    for ax, name in zip(axes, panels):
+        values = group["matrix"][name]
+        values = values + [[sum(column) for column in zip(*values)]]
+        largest = max(abs(value) for row in values for value in row) or 1.0
+        ax.imshow(values, cmap="RdBu", vmin=-largest, vmax=largest, aspect="auto")
+        for g, row in enumerate(values):
+            for r, value in enumerate(row):
+                ax.text(
+                    r,
+                    g,
+                    f"{value:.1f}",
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    color="white" if abs(value) > 0.6 * largest else "black",
+                )
+        marks = [f"#{g} {'right' if g in group['right'] else 'wrong'}" for g in range(len(values) - 1)] + [
+            "all together"
+        ]
+        ax.axhline(len(values) - 1.5, color="#444", linewidth=0.8)
+        ax.set_yticks(range(len(values)), marks, fontsize=8)
+        ax.set_xticks(range(len(group["right"])), [f"#{r}" for r in group["right"]], fontsize=8)
+        ax.set_xlabel("log p of the correct response …", fontsize=9)
+        ax.set_ylabel("… moved by the update of", fontsize=9)
+        ax.set_title(f"{MATRICES[name]}\n(nats per unit of learning rate)", fontsize=9, loc="left")
+    deltas = [bar["delta"] for bar in bars]
+    axes[-1].bar(
+        range(len(deltas)), deltas, color=["#E69F00" if delta < 0 else "#0072B2" for delta in deltas]
+    )
+    # A rare correct response gains nats where others lose hundredths
+    axes[-1].set_yscale("symlog", linthresh=0.01)
+    axes[-1].axhline(0, color="#888", linewidth=0.8)
+    axes[-1].set_xlabel("questions with mixed rewards, sorted", fontsize=9)
+    axes[-1].set_ylabel("Δ of the correct responses (nats, logarithmic beyond ±0.01)", fontsize=9)
+    axes[-1].set_title(
+        f"One update on each question alone ({figures['optimizer']}, lr "
+        f"{figures['lr']:g}):\n{figures['num_negative']} of {len(bars)} lose likelihood",
+        fontsize=9,
+        loc="left",
+    )
+    axes[-1].spines[["top", "right"]].set_visible(False)
+    figure.suptitle(literal(printable(group["text"])), fontsize=10, x=0.01, ha="left")
+    figure.savefig(path)

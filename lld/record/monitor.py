@@ -1,0 +1,287 @@
+"""Likelihood displacement: true means by class, part and turn; the paper's other signals; the phases of a
+collapse.
+
+Everything is computed from whole (B, T) tensors of log-probabilities (`update.Scores`), which every process
+holds, so no figure depends on micro-batches or on the number of processes. Displacement is log pi - log
+pi_old, the paper's Delta of Def. 4.1: negative where a token became less likely.
+"""
+
+import dataclasses
+
+import torch
+
+from lld.episode import Batch, Episode
+from lld.loss import MAX_LOG_RATIO, gate_BT
+from lld.reward import exact_match
+from lld.update import Scores, score_batch
+
+CLASSES = ("correct", "incorrect", "neutral")  # A > 0, A < 0, A = 0
+PARTS = ("think", "search", "answer")  # episode.THINK, SEARCH, ANSWER
+QUANTILES = (0.05, 0.5, 0.95)
+# Nats a token, computed in float32 and, True, in bf16: what fell by less may not have fallen at all
+# (docs/rounding.md).
+NOISE = {False: 1e-5, True: 3e-3}
+BATCH_FIELDS = [field.name for field in dataclasses.fields(Batch)]
+
+
+def _means(prefix: str, names: list[str], values_N: torch.Tensor, groups_N: torch.Tensor) -> dict[str, float]:
+    """`prefix`name -> mean of the values whose group is that name's index; groups without a value are
+    absent."""
+    counts = torch.bincount(groups_N, minlength=len(names)).tolist()
+    sums = torch.zeros(len(names), dtype=torch.float64).index_add_(0, groups_N, values_N.double()).tolist()
+    return {prefix + name: total / count for name, total, count in zip(names, sums, counts) if count}
+
+
+def displacement(
+    batch: Batch,
+    old_BT: torch.Tensor,
+    new_BT: torch.Tensor,
+    rows: list[int],
+    prefix: str = "",
+    *,
+    half: bool = False,
+) -> dict[str, float]:
+    """Mean displacement of some rows: per token (also by part and turn, and its quantiles), per action, per
+    response, and shares below 0.
+
+    A per-action or per-response value is a sum over tokens, as in Def. 4.1 and Eq. 2; displaced is what fell
+    by more than NOISE a token, which is more where `half`, in bf16. Rows with a value that is not finite are
+    left out.
+    """
+    rows_R = torch.tensor(rows)
+    action_ids_RT, part_ids_RT = batch.action_ids_BT[rows_R], batch.part_ids_BT[rows_R]
+    delta_RT = torch.where(action_ids_RT > 0, new_BT[rows_R] - old_BT[rows_R], 0.0)
+    advantages_R = batch.advantages_B[rows_R]
+    fine_R = delta_RT.isfinite().all(1) & advantages_R.isfinite()
+    class_R = torch.where(advantages_R > 0, 0, torch.where(advantages_R < 0, 1, 2))
+    row_N, column_N = ((action_ids_RT > 0) & fine_R[:, None]).nonzero(as_tuple=True)
+    if not len(row_N):
+        return {}
+    delta_N, action_N, part_N, class_N = (
+        delta_RT[row_N, column_N],
+        action_ids_RT[row_N, column_N],
+        part_ids_RT[row_N, column_N],
+        class_R[row_N],
+    )
+    turns = int(action_N.max())
+    cells = [f"{group}/{part}/turn{turn + 1}" for group in CLASSES for part in PARTS for turn in range(turns)]
+    table = _means(
+        f"{prefix}displacement/", cells, delta_N, (class_N * len(PARTS) + part_N - 1) * turns + action_N - 1
+    )
+
+    action_of_N = row_N * (turns + 1) + action_N
+    sums_A = torch.zeros(len(rows) * (turns + 1)).index_add_(0, action_of_N, delta_N)
+    present_A = torch.bincount(action_of_N, minlength=len(sums_A)) > 0
+    class_A = class_R.repeat_interleave(turns + 1)[present_A]
+    sums_R = delta_RT.sum(1)[fine_R]
+    tokens_A, tokens_R = (
+        torch.bincount(action_of_N, minlength=len(sums_A))[present_A],
+        (action_ids_RT > 0).sum(1)[fine_R],
+    )
+    for level, values, groups, tokens in (
+        ("", delta_N, class_N, 1),
+        ("action", sums_A[present_A], class_A, tokens_A),
+        ("response", sums_R, class_R[fine_R], tokens_R),
+    ):
+        table |= _means(
+            f"{prefix}displacement/",
+            [f"{name}/per_{level}" if level else name for name in CLASSES],
+            values,
+            groups,
+        )
+        displaced = (values < -NOISE[half] * tokens).float()
+        table |= _means(
+            f"{prefix}displaced/", [f"{name}/{level or 'token'}s" for name in CLASSES], displaced, groups
+        )
+    for index, name in enumerate(CLASSES):
+        # Not torch.quantile, which refuses more than 16 million values
+        chosen_n = delta_N[class_N == index].sort().values
+        for q in QUANTILES if len(chosen_n) else ():
+            table[f"{prefix}displacement/{name}/q{round(100 * q):02d}"] = float(
+                chosen_n[round(q * (len(chosen_n) - 1))]
+            )
+    return table
+
+
+def gates(
+    batch: Batch, anchor_BT: torch.Tensor, new_BT: torch.Tensor, rows: list[int], tolerance: float = 0.0
+) -> dict[str, float]:
+    """What each gate of LLDS would do on the rows with A >= 0, whatever `loss.lld_weight` is: the share of
+    their tokens it opens on, and the mean penalty per token before lambda (Eqs. 4, 9, 10). `anchor_BT` is
+    what LLDS compares with, `tolerance` its loss.lld_tolerance."""
+    preserved = [
+        row
+        for row in rows
+        if batch.advantages_B[row] >= 0 and (new_BT[row] - anchor_BT[row]).isfinite().all()
+    ]
+    action_ids_RT = batch.action_ids_BT[preserved]
+    num_tokens = int((action_ids_RT > 0).sum())
+    if not num_tokens:
+        return {}
+    fall_RT = anchor_BT[preserved] - new_BT[preserved] - tolerance
+    row = {}
+    for gate in ("token", "action", "response"):
+        open_RT = gate_BT(fall_RT, action_ids_RT, gate)
+        row[f"gate/{gate}/open"] = float(open_RT.sum()) / num_tokens
+        row[f"gate/{gate}/penalty"] = (
+            float(torch.where(open_RT, fall_RT.relu(), 0.0).sum(dtype=torch.float64)) / num_tokens
+        )
+    return row
+
+
+def policy_change(batch: Batch, scores: Scores, rows: list[int], cfg) -> dict[str, float]:
+    """Likelihoods by class, entropy, and the ratio pi / pi_old with its tail and the share that the clip
+    silences."""
+    rows_R = torch.tensor(rows)
+    advantages_R = batch.advantages_B[rows_R]
+    old_RT, new_RT = scores.old_BT[rows_R], scores.new_BT[rows_R]
+    divisor_RT = old_RT if scores.divisor_BT is None else scores.divisor_BT[rows_R]
+    written_RT = batch.action_ids_BT[rows_R] > 0
+    log_ratio_RT = torch.where(written_RT, new_RT - divisor_RT, 0.0)
+    mask_RT = written_RT & (log_ratio_RT.isfinite().all(1) & advantages_R.isfinite())[:, None]
+    if not mask_RT.any():
+        return {}
+    if cfg.loss.kind == "gspo":  # one ratio a row
+        log_ratio_RT = (
+            log_ratio_RT.sum(1, keepdim=True) / written_RT.sum(1, keepdim=True).clamp(min=1)
+        ).expand_as(log_ratio_RT)
+    ratio_N = log_ratio_RT[mask_RT].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    advantages_N = advantages_R[:, None].expand_as(mask_RT)[mask_RT]
+    clipped_N = ((advantages_N > 0) & (ratio_N > 1 + cfg.loss.clip_high)) | (
+        (advantages_N < 0) & (ratio_N < 1 - cfg.loss.clip_low)
+    )
+    class_N = torch.where(advantages_N > 0, 0, torch.where(advantages_N < 0, 1, 2))
+    tail_N = ratio_N.sort().values
+    row = {
+        "entropy": float(scores.entropy_BT[rows_R][mask_RT].double().mean()),
+        "ratio/mean": float(ratio_N.double().mean()),
+        "ratio/max": float(tail_N[-1]),
+        "ratio/q999": float(tail_N[round(0.999 * (len(tail_N) - 1))]),
+        "ratio/clipped": float(clipped_N.double().mean()),
+    }
+    for name, values_RT in (("old", old_RT), ("new", new_RT)):
+        row |= _means("likelihood/", [f"{group}_{name}" for group in CLASSES], values_RT[mask_RT], class_N)
+    return row
+
+
+def sampler_gap(batch: Batch, scores: Scores) -> dict[str, float]:
+    """|log p(trainer) - log p(sampler)| over the rows of the first update, whose policy still is the one that
+    sampled."""
+    rows = scores.rows[0]
+    gap_N = (scores.new_BT[rows] - batch.sampled_logprobs_BT[rows]).abs()[batch.action_ids_BT[rows] > 0]
+    gap_N = gap_N[gap_N.isfinite()]
+    return (
+        {"sampler_gap/mean": float(gap_N.double().mean()), "sampler_gap/max": float(gap_N.max())}
+        if len(gap_N)
+        else {}
+    )
+
+
+def episode_likelihoods(batch: Batch, old_BT: torch.Tensor, episodes: list[Episode]) -> dict[str, float]:
+    """The paper's Figures 5 and 6 from the likelihoods before the update.
+
+    Mean log-probability per token of the first action of wrong episodes, and of the second where the first
+    was a search; the share of those whose first search found the same passages as that of a right episode of
+    the same question, among wrong episodes that began with a search and whose question also has a right one;
+    and mean negative log-likelihood per token by the number of searches. Wrong and right are by exact match,
+    whatever the reward; episodes with a value that is not finite are left out.
+    """
+    right = [is_right(episode) for episode in episodes]
+    first_found = [first_passages(episode) for episode in episodes]
+    good_finds: dict[str, list] = {}
+    for index, episode in enumerate(episodes):
+        if right[index]:
+            good_finds.setdefault(episode.question.id, []).append(first_found[index])
+    sums, counts, matches = {}, {}, []
+    for index, episode in enumerate(episodes):
+        action_ids_T, logprobs_T = batch.action_ids_BT[index], old_BT[index]
+        if not logprobs_T.isfinite().all():
+            continue
+        names = [(f"nll/searches{episode.num_searches}", action_ids_T > 0, -1.0)]
+        if not right[index]:
+            names.append(("wrong/first_action", action_ids_T == 1, 1.0))
+            if episode.turns and episode.turns[0].searched:
+                names.append(("wrong/second_action", action_ids_T == 2, 1.0))
+            if first_found[index] is not None and episode.question.id in good_finds:
+                matches.append(first_found[index] in good_finds[episode.question.id])
+        for name, chosen_T, sign in names:
+            sums[name] = sums.get(name, 0.0) + sign * float(logprobs_T[chosen_T].double().sum())
+            counts[name] = counts.get(name, 0) + int(chosen_T.sum())
+    row = {name: sums[name] / counts[name] for name in sorted(sums) if counts[name]}
+    if matches:
+        row["wrong/observation_match"] = sum(matches) / len(matches)
+    return row
+
+
+def is_right(episode: Episode) -> bool:
+    return episode.answer is not None and exact_match(episode.answer, episode.question.golden_answers) == 1.0
+
+
+def first_passages(episode: Episode) -> frozenset | None:
+    """The passages that the first action found, or None where it was no search."""
+    turn = episode.turns[0] if episode.turns else None
+    return (
+        frozenset(passage.contents for passage in turn.passages)
+        if turn is not None and turn.searched
+        else None
+    )
+
+
+def choose_sentinel(batch: Batch, old_BT: torch.Tensor, episodes: list[Episode], size: int) -> Batch | None:
+    """The first `size` right episodes of a rollout as a batch of their own; None where there is none.
+
+    In place of the sampler's log-probabilities, which with top_p < 1 are those of the cut distribution, it
+    holds `old_BT`.
+    """
+    rows = [
+        row for row, episode in enumerate(episodes) if is_right(episode) and old_BT[row].isfinite().all()
+    ][:size]
+    if not rows:
+        return None
+    return take(dataclasses.replace(batch, sampled_logprobs_BT=old_BT), rows)
+
+
+def take(batch: Batch, rows: list[int]) -> Batch:
+    """Some rows of a batch as one of their own."""
+    return Batch(
+        *(
+            tuple(batch.names[row] for row in rows) if name == "names" else getattr(batch, name)[rows]
+            for name in BATCH_FIELDS
+        )
+    )
+
+
+def describe_sentinel(accelerator, policy, sentinel: Batch, cfg) -> dict[str, float]:
+    """Mean log-likelihood per token of the sentinel now, and its change since its episodes were sampled."""
+    written_BT = sentinel.action_ids_BT > 0
+    now_N = score_batch(accelerator, policy, sentinel, cfg)[written_BT].double()
+    return {
+        "sentinel/likelihood": float(now_N.mean()),
+        "sentinel/displacement": float((now_N - sentinel.sampled_logprobs_BT[written_BT]).mean()),
+    }
+
+
+def pack_sentinel(sentinel: Batch | None) -> dict | None:
+    """The sentinel as a checkpoint holds it: tensors and strings."""
+    return None if sentinel is None else {name: getattr(sentinel, name) for name in BATCH_FIELDS}
+
+
+def describe(batch: Batch, scores: Scores, episodes: list[Episode], cfg) -> dict[str, float]:
+    """One row for a rollout and all its updates; names in metrics.GLOSSARY."""
+    rows = list(range(len(batch.names)))
+    row = _describe_rows(batch, scores, rows, cfg) | sampler_gap(batch, scores)
+    row |= episode_likelihoods(batch, scores.old_BT, episodes)
+    if scores.final_BT is not None:
+        row |= displacement(batch, scores.old_BT, scores.final_BT, rows, "final/", half=scores.half)
+    return row
+
+
+def describe_update(batch: Batch, scores: Scores, update: int, cfg) -> dict[str, float]:
+    """One row for one optimizer step, over the rows it used."""
+    return _describe_rows(batch, scores, scores.rows[update], cfg)
+
+
+def _describe_rows(batch: Batch, scores: Scores, rows: list[int], cfg) -> dict[str, float]:
+    row = policy_change(batch, scores, rows, cfg)
+    row |= displacement(batch, scores.old_BT, scores.new_BT, rows, half=scores.half)
+    return row | gates(batch, scores.anchor_BT, scores.new_BT, rows, cfg.loss.lld_tolerance)

@@ -1,0 +1,376 @@
+"""Run folders, read back: rows of the logs, options, what differs between runs and how each came out."""
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from lld.config import Config, parse_yaml, to_dict
+from lld.record.phases import COLLAPSE
+
+MAX_STEP = 10**9  # no run is as long
+LARGEST = 1e100  # drawn; sums of such numbers are still finite
+WINDOW = 10  # steps of the running mean
+# A gradient surge: 5 steps' median above 5 times that of up to 50 steps before
+SURGE_RATIO, SURGE_WIDTH, SURGE_BEFORE = 5.0, 5, 50
+HELD = 0.75  # last running-mean reward as a share of the best: at least this much held
+ROSE = 1.25  # last running-mean reward over the first: at least this much rose
+COLLAPSE_SHARE, COLLAPSE_FALL = 0.5, 0.1  # see find_collapse
+SETTING_SECTIONS = (
+    "model",
+    "data",
+    "rollout",
+    "reward",
+    "advantage",
+    "loss",
+    "optim",
+    "retriever",
+    "tinyworld",
+)
+
+
+# All but tab and line end; what turns the direction; half characters
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: object) -> str:
+    """Text of a file, a passage or a model as it may stand on a terminal, without what would move its cursor
+    or colour it."""
+    return _CONTROLS.sub("\ufffd", str(text))
+
+
+def parse_json(text: str | bytes, where: str, remedy: str) -> dict:
+    """The object that a JSON text holds; anything else is a ValueError that names `where` it stands and the
+    remedy."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{where} is damaged (brackets nested too deeply): {remedy}") from None
+    except ValueError as error:  # not JSON, not UTF-8, or a number of thousands of digits
+        raise ValueError(f"{where} is damaged ({error}): {remedy}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is damaged ({type(value).__name__} in place of an object): {remedy}")
+    return value
+
+
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a JSONL log, each of a step; none where there is no file. A last line still being written
+    is left out; a damaged one raises ValueError."""
+    if not path.exists():
+        return []
+    rows = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        row = parse_json(line, f"{path} line {number}", "delete the line")
+        if type(row.get("step")) is not int or not 0 <= row["step"] < MAX_STEP:
+            raise ValueError(
+                f"{path} line {number} is damaged (step = {str(row.get('step'))[:40]!r} is no whole number "
+                "from 0): delete the line"
+            )
+        rows.append(row)
+    return rows
+
+
+def read_metrics(run_dir: str | Path) -> list[dict]:
+    """The rows of RUN/metrics.jsonl in order of steps; a last line still being written is left out."""
+    path = Path(run_dir) / "metrics.jsonl"
+    if not path.is_file():
+        raise ValueError(f"no {path}: give the folder of a run (option run.dir)")
+    rows = read_rows(path)
+    if not rows:
+        raise ValueError(f"{path} has no rows yet: wait for the first step")
+    return rows
+
+
+def is_number(value) -> bool:
+    """Whether a logged value can be drawn, and summed with others."""
+    return isinstance(value, (int, float)) and abs(value) <= LARGEST
+
+
+def series(rows: Sequence[dict], name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of the rows that have a finite number under `name`."""
+    pairs = [(row["step"], row[name]) for row in rows if is_number(row.get(name))]
+    return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
+    """The mean of each value and the up to `window` - 1 before it: nothing from the future, so a collapse is
+    not drawn early."""
+    return [
+        sum(values[max(0, i + 1 - window) : i + 1]) / len(values[max(0, i + 1 - window) : i + 1])
+        for i in range(len(values))
+    ]
+
+
+def labels(run_dirs: Sequence[Path]) -> list[str]:
+    """The folders' names, with as many of their parents as tell them apart."""
+    parts = [Path(path).resolve().parts for path in run_dirs]
+    depth = 1
+    while depth < max(map(len, parts)) and len({path[-depth:] for path in parts}) < len(set(parts)):
+        depth += 1
+    return ["/".join(path[-depth:]) for path in parts]
+
+
+def _plain(value, depth: int = 0):
+    """A value of a YAML file as JSON takes it: other types, and what is nested more deeply than an option can
+    be, as text."""
+    if isinstance(value, (list, dict)) and depth == 3:
+        return "…"
+    if isinstance(value, list):
+        return [_plain(item, depth + 1) for item in value]
+    if isinstance(value, dict):
+        return {str(name): _plain(item, depth + 1) for name, item in value.items()}
+    return (
+        value
+        if value is None or isinstance(value, (str, bool)) or is_number(value)
+        else f"a {type(value).__name__}"
+    )
+
+
+def _flat(tree: dict) -> dict:
+    return {
+        f"{section}.{name}": value
+        for section, options in tree.items()
+        if isinstance(options, dict)
+        for name, value in options.items()
+    }
+
+
+def read_options(run_dir: str | Path) -> dict:
+    """`section.option` -> value of RUN/config.yaml; empty where the file is missing."""
+    path = Path(run_dir) / "config.yaml"
+    if not path.is_file():
+        return {}
+    try:
+        tree = parse_yaml(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is damaged ({error}): restore it, or move it away and the report does without"
+        ) from None
+    return _plain(_flat(tree)) if isinstance(tree, dict) else {}
+
+
+def differences(options: Sequence[dict]) -> dict[str, list]:
+    """Options whose values differ between the runs -> a value a run (None where a run does not have it);
+    `run.dir` aside.
+
+    For one run: the options that depart from the defaults, as (value, default).
+    """
+    if len(options) == 1:
+        options = [options[0], _flat(to_dict(Config()))]
+        names = [name for name in options[0] if name in options[1]]
+    else:
+        names = list(dict.fromkeys(name for some in options for name in some))
+    table = {name: [some.get(name) for some in options] for name in names if name != "run.dir"}
+    return {name: values for name, values in table.items() if any(value != values[0] for value in values)}
+
+
+def method(options: dict) -> str:
+    """What a run optimizes, in the paper's names: GRPO, GRPO + LLDS, GRPO + LLDS-MA, with the gate where it
+    is not the default one."""
+    name = str(options.get("loss.kind", "grpo")).upper()
+    if not options.get("loss.lld_weight"):
+        return name
+    less_on_answers = (
+        options.get("loss.lld_answer_schedule", "constant") != "constant"
+        or options.get("loss.lld_answer_weight", 1.0) != 1.0
+    )
+    gate = options.get("loss.lld_gate", "action")
+    return f"{name} + LLDS" + "-MA" * less_on_answers + f" ({gate} gate)" * (gate != "action")
+
+
+def settings(options: Sequence[dict]) -> list[str]:
+    """For each run what else differs, beside LLDS and the seed: runs with the same text may be compared.
+
+    Options that split the runs in the same way (a world's paths) are named once.
+    """
+    texts, seen = [[] for _ in options], set()
+    names = (
+        [
+            name
+            for name in differences(options)
+            if name.split(".")[0] in SETTING_SECTIONS and not name.startswith("loss.lld_")
+        ]
+        if len(options) > 1
+        else []
+    )
+    for name in names:
+        values = [json.dumps(some.get(name)) for some in options]
+        split = tuple(values.index(value) for value in values)
+        if split in seen:
+            continue
+        seen.add(split)
+        for text, some in zip(texts, options):
+            value = some.get(name)
+            text.append(f"{name} = {'/'.join(value.split('/')[-2:]) if isinstance(value, str) else value}")
+    return [", ".join(text) for text in texts]
+
+
+def gradient_surge(rows: Sequence[dict]) -> int | None:
+    """The first step at which the gradient norm jumps and stays: from there the median of 5 steps is more
+    than 5 times the median of up to 50 steps before (at least 10)."""
+    steps, norms = series(rows, "grad_norm")
+    for i in range(10, len(norms) - SURGE_WIDTH + 1):
+        if (
+            norms[i] > SURGE_RATIO * (before := statistics.median(norms[max(0, i - SURGE_BEFORE) : i]))
+            and statistics.median(norms[i : i + SURGE_WIDTH]) > SURGE_RATIO * before
+        ):
+            return steps[i]
+    return None
+
+
+def _course(rows: Sequence[dict], name: str, window: int) -> dict | None:
+    steps, values = series(rows, name)
+    if not values:
+        return None
+    # Of a short run the first and the last one must not be the same
+    window = min(window, max(1, len(values) // 2))
+    smooth = running_mean(values, window)[window - 1 :]  # whole windows only
+    steps = steps[-len(smooth) :]
+    best = max(range(len(smooth)), key=smooth.__getitem__)
+    return {
+        "first": smooth[0],
+        "best": smooth[best],
+        "best_step": steps[best],
+        "last": smooth[-1],
+        "window": window,
+    }
+
+
+def outcome(rows: Sequence[dict], options: dict) -> dict:
+    """How a run came out: steps done, the course of reward (means of 10 steps, fewer in a short run),
+    held-out EM and likelihood, of each phase the first and last step and how many, gradient surge, skipped
+    updates, and a verdict on the reward: "rose", "held", "fell" or "collapsed" (and did not recover)."""
+    reward = _course(rows, "reward/mean", WINDOW)
+    share = reward["last"] / reward["best"] if reward and reward["best"] > 0 else 1.0
+    collapsed = (
+        rows[-1].get("phase") == COLLAPSE
+        or find_collapse(*series(rows, "reward/mean"))["collapse_step"] is not None
+    )
+    rose = reward is not None and reward["last"] >= ROSE * reward["first"] > 0
+    names = sorted(
+        {name for row in rows for name in row if name.startswith("eval/") and name.endswith("/em")}
+    )
+    phases = {}
+    for row in rows:
+        if row.get("phase") and is_number(row["phase"]):
+            first, _, count = phases.get(int(row["phase"]), (row["step"], 0, 0))
+            phases[int(row["phase"])] = (first, row["step"], count + 1)
+    return {
+        "steps": rows[-1]["step"] + 1,
+        "steps_wanted": options.get("run.steps"),
+        "verdict": ("rose" if rose else "held") if share >= HELD else "collapsed" if collapsed else "fell",
+        "reward": reward,
+        "held_out": {name.split("/")[1]: _course(rows, name, 1) for name in names},
+        "likelihood": _course(rows, "likelihood/correct_old", WINDOW),
+        "phases_logged": any("phase" in row for row in rows),
+        "phases": phases,
+        "surge": gradient_surge(rows),
+        "skipped_updates": sum(series(rows, "skipped_updates")[1]),
+    }
+
+
+def held_out_scores(rows: Sequence[dict], options: dict) -> dict[str, list[tuple[int, float]]]:
+    """benchmark -> [(steps done, EM)] of a run's evaluations, in order; 0 steps is the start's."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    # Else the first step's took its place
+    at_start = (
+        options.get("eval.at_start", True)
+        and options.get("eval.every") != 1
+        and options.get("run.steps") != 1
+    )
+    for row in rows:
+        for name, value in row.items():
+            if name.startswith("eval/") and name.endswith("/em") and is_number(value):
+                found.setdefault(name.split("/")[1], []).append(
+                    (0 if at_start and row["step"] == 0 else row["step"] + 1, value)
+                )
+    return found
+
+
+def describe_scores(rows: Sequence[dict], options: dict) -> str:
+    """'tiny EM 0.720 after 25 steps (start 0.460, best 0.720 after 25 steps)' of each benchmark: the newest
+    score, the first and the best."""
+    when = lambda num_steps: f"after {num_steps} steps" if num_steps else "at the start"
+    texts = []
+    for name, scores in held_out_scores(rows, options).items():
+        (first, start), (last, now), (at, best) = (
+            scores[0],
+            scores[-1],
+            max(scores, key=lambda score: score[1]),
+        )
+        others = (
+            (
+                f" ({f'start {start:.3f}' if first == 0 else f'{start:.3f} {when(first)}'}, best {best:.3f} "
+                f"{when(at)})"
+            )
+            if len(scores) > 1
+            else ""
+        )
+        texts.append(f"{name} EM {now:.3f} {when(last)}{others}")
+    return ", ".join(texts)
+
+
+def describe_end(run_dir: str | Path) -> str:
+    """What a run has reached and what to type next, in lines for the console."""
+    folder = Path(run_dir)
+    rows, options = read_metrics(folder), read_options(folder)
+    scores, reward = describe_scores(rows, options), _course(rows, "reward/mean", WINDOW)
+    lines = [
+        f"{folder}: {rows[-1]['step'] + 1} of {options.get('run.steps', '?')} steps"
+        + (f"; held-out {scores}" if scores else "")
+    ]
+    if reward:
+        which = (
+            f"means of the first and last {reward['window']} steps"
+            if reward["window"] > 1
+            else "first and last step"
+        )
+        lines[0] += f"; reward {reward['first']:.3f} -> {reward['last']:.3f} ({which})"
+    whole = {
+        path.parent.name: path.parent
+        for path in sorted(
+            folder.glob("checkpoints/step_*[0-9]/manifest.json"),
+            key=lambda path: (len(path.parent.name), path),
+        )
+    }
+    told = folder / "checkpoints" / "best.json"
+    best = json.loads(told.read_text(encoding="utf-8"))["checkpoint"] if told.is_file() else None
+    if whole:
+        chosen, what = (whole[best], "best") if best in whole else (list(whole.values())[-1], "newest")
+        lines.append(
+            f"{what} checkpoint: {chosen}; its score on all held-out questions: python eval.py --ckpt "
+            f"{chosen} --config {folder / 'config.yaml'}"
+        )
+    return "\n".join(lines)
+
+
+def find_collapse(steps: Sequence[int], rewards: Sequence[float]) -> dict:
+    """When the running mean of the reward (10 steps, full windows only) began to lie below half of its
+    earlier maximum and at least
+    0.1 below it for 10 steps in a row: `collapse_step`, and `falling_step`, where the unbroken fall of 0.1
+      began that led there; both
+    None without a collapse. `peak` is the maximum up to then (or to the end) and `fall` the largest distance
+      from an earlier
+    maximum in the whole run.
+
+    Half, as a wobble or a plateau after the best step is no collapse. 0.1, as the noise of such a mean is
+    0.02 to 0.03 with 80 episodes a step: a policy that never had 0.1 of reward has nothing to lose. 10 steps
+    in a row, as one dip of a low, noisy reward touches the line by chance; a fall within the last 10 steps
+    therefore goes uncounted. The maximum may be the warm start's own.
+    """
+    means = running_mean(rewards)
+    peak, fall, falling, stretch, found = -math.inf, 0.0, None, 0, None
+    for index in range(WINDOW - 1, len(means)):
+        peak = max(peak, means[index])
+        fall = max(fall, peak - means[index])
+        falling = (
+            None if peak - means[index] < COLLAPSE_FALL else steps[index] if falling is None else falling
+        )
+        stretch = stretch + 1 if falling is not None and means[index] < COLLAPSE_SHARE * peak else 0
+        if stretch == WINDOW and found is None:
+            found = {"collapse_step": steps[index - WINDOW + 1], "falling_step": falling, "peak": peak}
+    return (
+        found or {"collapse_step": None, "falling_step": None, "peak": peak if math.isfinite(peak) else None}
+    ) | {"fall": fall}

@@ -1,0 +1,236 @@
+"""Run folders -> figures.
+
+python -m lld.report RUN [RUN ...]     # writes RUN/report.html and RUN/figure.png, of the first run, with all
+  of them overlaid
+"""
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import NullFormatter
+
+from lld.record.runs import WINDOW, labels, printable, read_metrics, running_mean, series
+from lld.report.page import TRAJECTORIES_MB, write_page
+
+# Okabe & Ito 2008, told apart by colour-blind readers
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+# (title, unit, name -> line style, logarithmic). Names are those of metrics.GLOSSARY.
+PANELS = (
+    ("Reward, and exact match on held-out questions", "score", {"reward/mean": "-"}, False),
+    (
+        "Likelihood of correct and incorrect responses",
+        "mean log-probability per token (nats)",
+        {"likelihood/correct_new": "-", "likelihood/incorrect_new": "--"},
+        False,
+    ),
+    (
+        "Displacement of correct responses",
+        "change of log-probability per token (nats)",
+        {"displacement/correct": "-"},
+        False,
+    ),
+    ("Entropy of the next token", "nats", {"entropy": "-"}, False),
+    ("Gradient norm before clipping", "norm (log scale)", {"grad_norm": "-"}, True),
+    ("Searches", "per question", {"searches": "-"}, False),
+)
+STYLE_LABELS = {"likelihood/correct_new": "correct", "likelihood/incorrect_new": "incorrect"}
+
+
+def literal(text: str) -> str:
+    """Text in which matplotlib finds no formula: a folder, a benchmark or a question may hold dollar
+    signs."""
+    return text.replace("$", r"\$")
+
+
+def _draw_line(ax: Axes, steps: list[int], values: list[float], color: str, style: str) -> None:
+    if len(values) > 2 * WINDOW:
+        ax.plot(steps, values, color=color, linewidth=0.6, alpha=0.3)
+        values = running_mean(values)
+    alone = {"marker": "o", "markersize": 3} if len(values) == 1 else {}
+    ax.plot(steps, values, color=color, linewidth=1.6, linestyle=style, **alone)
+
+
+def _draw_held_out(ax: Axes, runs: Sequence[list[dict]]) -> list[Line2D]:
+    """Points of eval/<benchmark>/em, a marker a benchmark; returns the legend's entries."""
+    names = sorted(
+        {
+            name
+            for rows in runs
+            for row in rows
+            for name in row
+            if name.startswith("eval/") and name.endswith("/em")
+        }
+    )
+    for color, rows in zip(COLORS, runs):
+        for marker, name in zip(MARKERS, names):
+            steps, values = series(rows, name)
+            ax.plot(
+                steps,
+                values,
+                color=color,
+                marker=marker,
+                markersize=5.5,
+                linestyle=":",
+                linewidth=0.8,
+                markeredgecolor="white",
+                markeredgewidth=0.6,
+                zorder=3,
+                clip_on=False,
+            )
+    return [
+        Line2D(
+            [],
+            [],
+            color="#555",
+            marker=marker,
+            linestyle=":",
+            linewidth=0.8,
+            markersize=5,
+            label=literal(f"EM {name.split('/')[1]}"),
+        )
+        for marker, name in zip(MARKERS, names)
+    ]
+
+
+def plot_run(run_dirs: Sequence[str | Path], path: str | Path) -> None:
+    """Draws the runs' health over training, overlaid, into one PNG: reward, likelihoods, displacement,
+    entropy, gradient, searches.
+
+    Thin lines are the steps' own values, thick ones the mean of the last 10. Names a run did not log leave no
+    line. Raises ValueError for a folder without metrics and for more runs than there are colours.
+    """
+    if not 1 <= len(run_dirs) <= len(COLORS):
+        raise ValueError(
+            f"{len(run_dirs)} runs: give 1 to {len(COLORS)}, more cannot be told apart in one figure"
+        )
+    runs = [read_metrics(run_dir) for run_dir in run_dirs]
+    figure = Figure(figsize=(14, 7.2), dpi=130, layout="constrained")
+    for ax, (title, unit, styles, logarithmic) in zip(figure.subplots(2, 3, sharex=True).flat, PANELS):
+        entries = []
+        for name, style in styles.items():
+            drawn = [series(rows, name) for rows in runs]
+            for color, (steps, values) in zip(COLORS, drawn):
+                if values:
+                    _draw_line(ax, steps, values, color, style)
+            if name in STYLE_LABELS and any(values for _, values in drawn):
+                entries.append(Line2D([], [], color="#555", linestyle=style, label=STYLE_LABELS[name]))
+        if "reward/mean" in styles:
+            entries = [Line2D([], [], color="#555", label="reward")] + _draw_held_out(ax, runs)
+        if "displacement/correct" in styles:
+            ax.axhline(0, color="#888", linewidth=0.8, zorder=1)
+        if not ax.lines:
+            ax.text(0.5, 0.5, "not logged", transform=ax.transAxes, ha="center", color="#888")
+        # Whole decades, or from 0: on a tighter axis the noise of a quiet run would fill the panel.
+        if logarithmic and ax.lines and ax.dataLim.y1 > 0:
+            ax.set_yscale("log")
+            low, high = math.log10(ax.dataLim.minposy), math.log10(ax.dataLim.y1)
+            ax.set_ylim(10.0 ** math.floor(low), 10.0 ** max(math.ceil(high), math.floor(low) + 1))
+            ax.yaxis.set_major_formatter("{x:g}")
+            ax.yaxis.set_minor_formatter(NullFormatter())
+        elif ax.lines and ax.dataLim.y0 >= 0:
+            ax.set_ylim(bottom=0)
+        if len(entries) > 1:
+            ax.legend(handles=entries, fontsize=8, frameon=False)
+        ax.set_title(title, fontsize=10, loc="left")
+        ax.set_ylabel(unit, fontsize=9)
+        ax.tick_params(which="both", labelsize=8)
+        ax.grid(color="#e6e6e6", linewidth=0.6)
+        ax.set_axisbelow(True)
+        ax.spines[["top", "right"]].set_visible(False)
+    for ax in figure.axes[-3:]:
+        ax.set_xlabel("step", fontsize=9)
+    run_entries = [
+        Line2D([], [], color=color, linewidth=2.5, label=literal(label))
+        for color, label in zip(COLORS, labels([Path(run_dir) for run_dir in run_dirs]))
+    ]
+    run_entries.append(
+        Line2D(
+            [],
+            [],
+            color="#555",
+            linewidth=0.6,
+            alpha=0.6,
+            label=f"each step (bold: mean of the last {WINDOW})",
+        )
+    )
+    figure.legend(
+        handles=run_entries, loc="outside upper left", ncols=len(run_entries), frameon=False, fontsize=9
+    )
+    figure.align_ylabels()
+    Path(path).unlink(missing_ok=True)  # in somebody else's folder it may be a link to elsewhere
+    figure.savefig(path)
+
+
+def write_report(run_dirs: Sequence[Path], folder: Path) -> str:
+    """Writes FOLDER/report.html and figure.png, aside first, and says where they are. Any failure is told,
+    not raised: it must not cost the run."""
+    try:
+        for draw, name in ((plot_run, "figure.png"), (write_page, "report.html")):
+            aside = folder / f"partial-{name}"
+            draw(run_dirs, aside)
+            os.replace(aside, folder / name)
+    except Exception as error:
+        return (
+            f"no report could be drawn ({type(error).__name__}: {error}); python -m lld.report {folder} "
+            "tries again"
+        )
+    return f"{folder / 'report.html'} and {folder / 'figure.png'} show the run"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="lld.report",
+        description="Draws RUN/report.html, one self-contained page, and RUN/figure.png from the logs of "
+        "one or more runs.",
+    )
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="run folders (option run.dir); the first receives the files",
+    )
+    parser.add_argument("--to", type=Path, help="folder that receives the files instead")
+    parser.add_argument(
+        "--trajectories-mb",
+        type=float,
+        default=TRAJECTORIES_MB,
+        help="room on the page for trajectories; steps in between are left out beyond it (default "
+        f"{TRAJECTORIES_MB})",
+    )
+    args = parser.parse_intermixed_args(argv)
+    folder = args.to or args.runs[0]
+    try:
+        if args.to is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        write_page(args.runs, folder / "report.html", args.trajectories_mb)
+        if len(args.runs) <= len(COLORS):
+            plot_run(args.runs, folder / "figure.png")
+    except ValueError as error:
+        print(f"lld.report: {printable(error)}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(
+            f"lld.report: {printable(error)}: make room or mend the permissions, or choose another folder "
+            "with --to",
+            file=sys.stderr,
+        )
+        return 7
+    print(
+        f"written to {folder / 'report.html'}"
+        + (
+            f" and {folder / 'figure.png'}"
+            if len(args.runs) <= len(COLORS)
+            else f" (no figure.png: it holds at most {len(COLORS)} runs)"
+        )
+    )
+    return 0

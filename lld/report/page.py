@@ -1,0 +1,304 @@
+"""Run folders -> one self-contained HTML page: `report.html` with what was logged put into it as JSON.
+
+Retrieved passages and model output are hostile text. They enter the page as JSON in which no markup survives,
+the page's script puts them on the screen as text nodes only, and its content security policy names the one
+script and the one style sheet by their hashes and refuses everything else.
+"""
+
+import base64
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from lld.record import runs
+from lld.record.metrics import GLOSSARY
+
+TEMPLATE = Path(__file__).with_name("report.html")
+# A page of this size still opens at once; a 3B run's groups would be several times as much
+TRAJECTORIES_MB = 24.0
+DIGITS = 5  # significant digits of a drawn number
+# Inside strings only: JSON has none elsewhere
+_ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which neither UTF-8 nor a browser takes
+WINDOWS = 4  # quarters of a run, for what is drawn by update
+
+
+def _rounded(value: float) -> float | int | None:
+    """A number as short as it is drawn; None where it cannot be."""
+    if not runs.is_number(value):
+        return None
+    return value if isinstance(value, int) else float(f"{value:.{DIGITS}g}")
+
+
+def columns(rows: Sequence[dict]) -> dict[str, dict]:
+    """Name -> {"v": a value or null a row}, or {"i": rows, "v": values} where most rows have none."""
+    table = {}
+    for name in sorted({name for row in rows for name in row} - {"step"}):
+        present = [
+            (index, value) for index, row in enumerate(rows) if (value := _rounded(row.get(name))) is not None
+        ]
+        if 2 * len(present) < len(rows):
+            table[name] = {"i": [index for index, _ in present], "v": [value for _, value in present]}
+        else:
+            table[name] = {"v": [_rounded(row.get(name)) for row in rows]}
+    return table
+
+
+def by_update(rows: Sequence[dict], name: str = "displacement/correct") -> list[dict]:
+    """For each quarter of a run the mean of `name` by update within the rollout: [{"first_step", "last_step",
+    "means"}]."""
+    some = [row for row in rows if runs.is_number(row.get(name)) and "update" in row]
+    if not some:
+        return []
+    first, last = some[0]["step"], some[-1]["step"]
+    cells: dict[int, dict[int, list[float]]] = {}
+    for row in some:
+        window = min(WINDOWS - 1, (row["step"] - first) * WINDOWS // (last - first + 1))
+        cells.setdefault(window, {}).setdefault(row["update"], []).append(row[name])
+    edge = lambda window: first + math.ceil(window * (last - first + 1) / WINDOWS)
+    return [
+        {
+            "first_step": edge(w),
+            "last_step": edge(w + 1) - 1,
+            "means": [_rounded(sum(v) / len(v)) if (v := by.get(u)) else None for u in range(max(by) + 1)],
+        }
+        for w, by in sorted(cells.items())
+    ]
+
+
+def read_trajectories(path: Path) -> list[list[dict]]:
+    """The groups of one RUN/trajectories/step_N.jsonl, in order of the file."""
+    groups: dict[str, list[dict]] = {}
+    for row in runs.read_rows(path):
+        groups.setdefault(str(row["question"]["id"]), []).append(row)
+    return list(groups.values())
+
+
+def question_displacement(group: Sequence[dict], later: str) -> dict | None:
+    """A bar of Fig. 3a: the mean over a question's correct responses (A > 0) of the change of their
+    log-likelihood, from `old` to `later`.
+
+    A response's change is the sum over the tokens that the model wrote (Eq. 2). None without a correct
+    response.
+    """
+    changes = []
+    for row in group:
+        if row["advantage"] > 0 and row[later] is not None:
+            pairs = [
+                (old, new) for old, new, action in zip(row["old"], row[later], row["action_ids"]) if action
+            ]
+            if all(runs.is_number(old) and runs.is_number(new) for old, new in pairs):
+                changes.append(sum(new - old for old, new in pairs))
+    if not changes:
+        return None
+    return {
+        "question": group[0]["question"]["text"],
+        "delta": _rounded(sum(changes) / len(changes)),
+        "responses": len(changes),
+    }
+
+
+class _Table:
+    """Values by number, each kept once."""
+
+    def __init__(self):
+        self.numbers = {}
+
+    def __call__(self, value) -> int:
+        return self.numbers.setdefault(value, len(self.numbers))
+
+
+def compact_episode(row: dict, words: _Table, passages: _Table) -> dict:
+    """A line of a trajectory file with tokens and passages by number and log-probabilities of the model's
+    tokens only.
+
+    `new` and `final` become differences to `old`: rounding then cannot hide a small change.
+    """
+    written = [index for index, action in enumerate(row["action_ids"]) if action]
+    numbers = lambda name: [row[name][index] for index in written]
+    old = numbers("old")
+    minus_old = lambda name: (
+        None
+        if row.get(name) is None
+        else [
+            _rounded(b - a) if runs.is_number(a) and runs.is_number(b) else None
+            for a, b in zip(old, numbers(name))
+        ]
+    )
+    turns = []
+    for turn in row["turns"]:
+        found = [[passages((p["id"], p["contents"])), _rounded(p["score"])] for p in turn["passages"]]
+        turns.append(
+            [
+                turn["start"],
+                turn["tag_start"],
+                turn["end"],
+                turn["observation_end"],
+                turn["kind"],
+                turn["content"],
+                turn["stop"],
+                int(turn["searched"]),
+                found,
+            ]
+        )
+    return {
+        **{name: row[name] for name in ("sample", "stop_reason", "answer")},
+        **{name: _rounded(row[name]) for name in ("reward", "em", "advantage")},
+        "turns": turns,
+        "tokens": [words(token) for token in row["tokens"]],
+        "written": "".join("01"[action > 0] for action in row["action_ids"]),
+        "parts": "".join(map(str, row["part_ids"])),
+        "old": [_rounded(value) for value in old],
+        "sampled": minus_old("sampled"),
+        "new": minus_old("new"),
+        "final": minus_old("final"),
+        "gates": {
+            name: "".join(str(int(gate[index] or 0)) for index in written)
+            for name, gate in (row.get("gates") or {}).items()
+        },
+    }
+
+
+def compact_step(groups: Sequence[Sequence[dict]]) -> dict:
+    """The groups of one step as the page's viewer reads them."""
+    words, passages = _Table(), _Table()
+    packed = [
+        {
+            "question": group[0]["question"],
+            "prompt": group[0]["prompt"],
+            "episodes": [compact_episode(row, words, passages) for row in group],
+        }
+        for group in groups
+    ]
+    return {
+        "groups": packed,
+        "words": list(words.numbers),
+        "passages": [list(passage) for passage in passages.numbers],
+    }
+
+
+def evenly(sizes: Sequence[int], room: int) -> list[int]:
+    """As many indices, spread evenly and with the first and the last, as fit into `room`; at least one, the
+    last."""
+    for count in range(len(sizes), 1, -1):
+        chosen = [round(i * (len(sizes) - 1) / (count - 1)) for i in range(count)]
+        if sum(sizes[index] for index in chosen) <= room:
+            return chosen
+    return [len(sizes) - 1] if sizes else []
+
+
+def escaped_json(content) -> str:
+    """JSON that is safe between <script> tags: without <, >, & and JavaScript's line ends, lone surrogates
+    replaced; refuses NaN."""
+    text = _SURROGATE.sub(
+        "\ufffd", json.dumps(content, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    )
+    return text.translate(_ESCAPES)
+
+
+def collect_trajectories(run_dir: Path, room: int) -> tuple[dict, dict[int, str]]:
+    """What the page says about a run's trajectories, with the bars of Fig. 3a of every recorded step, and
+    step -> JSON of the steps that fit into `room` bytes.
+
+    Reads one file at a time: all of a 3B run's would not fit into memory.
+    """
+    texts, bars = {}, {"new": [], "final": []}
+    for path in sorted((run_dir / "trajectories").glob("step_*.jsonl")):
+        try:
+            groups = read_trajectories(path)
+            if not groups:
+                continue
+            step = groups[0][0]["step"]
+            texts[step] = escaped_json(compact_step(groups))
+            for later in bars:
+                if all(row[later] is not None for group in groups for row in group):
+                    bars[later].append(
+                        {
+                            "step": step,
+                            "bars": [bar for group in groups if (bar := question_displacement(group, later))],
+                        }
+                    )
+        except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(
+                f"{path} is damaged ({type(error).__name__}: {error}): delete it, and the report does without"
+            ) from None
+    later = "final" if bars["final"] else "new"
+    steps = list(texts)
+    shown = [steps[index] for index in evenly([len(text) for text in texts.values()], room)]
+    return {"steps": shown, "recorded": len(steps), "later": later, "bars": bars[later]}, {
+        step: texts[step] for step in shown
+    }
+
+
+def page_content(
+    run_dirs: Sequence[str | Path], trajectories_mb: float = TRAJECTORIES_MB
+) -> tuple[dict, dict[str, str]]:
+    """What the page shows: the content of its first data block, and id -> JSON of the blocks that it reads
+    when asked for."""
+    folders = [Path(run_dir) for run_dir in run_dirs]
+    options = [runs.read_options(folder) for folder in folders]
+    room = int(trajectories_mb * 1e6 / len(folders))
+    shown, blocks = [], {}
+    for index, (folder, label, setting) in enumerate(
+        zip(folders, runs.labels(folders), runs.settings(options))
+    ):
+        rows = runs.read_metrics(folder)
+        about, updates = folder / "run.json", folder / "updates.jsonl"
+        trajectories, texts = collect_trajectories(folder, room)
+        blocks |= {f"trajectories-{index}-{step}": text for step, text in texts.items()}
+        shown.append(
+            {
+                "label": label,
+                "about": runs.parse_json(
+                    about.read_bytes(), str(about), "delete it, and the report does without"
+                )
+                if about.is_file()
+                else {},
+                "method": runs.method(options[index]) if options[index] else "unknown (no config.yaml)",
+                "setting": setting,
+                "options": options[index],
+                "outcome": runs.outcome(rows, options[index]),
+                "steps": [row["step"] for row in rows],
+                "columns": columns(rows),
+                "by_update": by_update(runs.read_rows(updates)) if updates.is_file() else [],
+                "trajectories": trajectories,
+            }
+        )
+    return {"runs": shown, "differences": runs.differences(options), "glossary": GLOSSARY}, blocks
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def render(content: dict, blocks: dict[str, str]) -> Iterable[str]:
+    """The page's pieces: the template with its security policy, its content and its trajectories."""
+    template = TEMPLATE.read_text(encoding="utf-8")
+    between = lambda start, end: template[template.index(start) + len(start) : template.index(end)]
+    policy = (
+        f"default-src 'none'; script-src {_hash(between('<script>', '</script>'))}; style-src "
+        f"{_hash(between('<style>', '</style>'))}; base-uri 'none'; form-action 'none'"
+    )
+    head, tail = template.replace("{{policy}}", policy, 1).split("{{content}}")
+    yield head
+    yield f'<script type="application/json" id="content">{escaped_json(content)}</script>\n'
+    for name, text in blocks.items():
+        yield f'<script type="application/json" id="{name}">{text}</script>\n'
+    yield tail
+
+
+def write_page(
+    run_dirs: Sequence[str | Path], path: str | Path, trajectories_mb: float = TRAJECTORIES_MB
+) -> None:
+    """Writes the runs' report: one HTML file that needs no server and no network.
+
+    Names, options and files a run does not have are said to be missing where they would stand. Raises
+    ValueError for a folder without metrics and for damaged logs.
+    """
+    pieces = render(*page_content(run_dirs, trajectories_mb))
+    Path(path).unlink(missing_ok=True)  # in somebody else's folder it may be a link to elsewhere
+    with open(path, "w", encoding="utf-8", newline="\n") as file:
+        file.writelines(pieces)

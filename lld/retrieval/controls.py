@@ -1,0 +1,106 @@
+"""Retrievers that are controls of an experiment: passages at random, none at all, and the right ones.
+
+Each answers every query, so that a run with it differs from a run with a real index in what is found and in
+nothing else.
+"""
+
+import hashlib
+
+import numpy as np
+
+from lld.data import load_questions
+from lld.protocol import Passage
+from lld.retrieval.corpus import Corpus
+from lld.retrieval.index import WORD, build_bm25
+
+NOTHING = Passage("control:empty", '"Control"\nThis search engine finds nothing, on purpose.')
+NUM_CANDIDATES = 100  # passages among which the oracle looks for a gold answer
+
+
+class RandomSearch:
+    """Passages drawn at random, the same ones whenever a query comes again: does it matter what is found?"""
+
+    backend, encoder = "random", None
+
+    def __init__(self, corpus: Corpus):
+        self.corpus = corpus
+
+    def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
+        draw = lambda query: np.random.default_rng(
+            int.from_bytes(hashlib.blake2b(query.encode(), digest_size=8).digest(), "big")
+        )
+        return [
+            [
+                self.corpus[int(row)]
+                for row in draw(query).choice(len(self.corpus), min(topk, len(self.corpus)), replace=False)
+            ]
+            for query in queries
+        ]
+
+
+class EmptySearch:
+    """One passage that says, in so many words, that nothing is found: does searching matter?
+
+    It is text on purpose: a search that failed or found nothing never becomes a passage, so this control
+    cannot be mistaken for either, and no group is dropped for it, whatever `retriever.empty_results` says.
+    """
+
+    backend, encoder = "empty", None
+
+    def __init__(self, corpus: Corpus):
+        self.corpus = corpus
+
+    def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
+        return [[NOTHING] for _ in queries]
+
+
+class OracleSearch:
+    """Passages that hold a gold answer, for the known question nearest to the query (BM25): how far could
+    search take us?
+
+    They are the first of the NUM_CANDIDATES best passages for question and answers together that hold an
+    answer as whole words; where too few do, the best others follow.
+    """
+
+    backend, encoder = "oracle", None
+
+    def __init__(self, words, corpus: Corpus, questions_path: str):
+        """words: a BM25Search of the corpus."""
+        self.words, self.corpus = words, corpus
+        self.questions = load_questions(questions_path)
+        texts = [question.text for question in self.questions]
+        self.nearest = build_bm25(_Texts(texts))
+        self.by_text = {text.strip().lower(): number for number, text in enumerate(texts)}
+
+    def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
+        return [self._search_one(query, topk) for query in queries]
+
+    def _search_one(self, query: str, topk: int) -> list[Passage]:
+        number = self.by_text.get(query.strip().lower())
+        if number is None:
+            number = int(
+                np.argmax(
+                    self.nearest.get_scores_from_ids(self.nearest.get_tokens_ids(WORD.findall(query.lower())))
+                )
+            )
+        question = self.questions[number]
+        golds = [spaced for gold in question.golden_answers if (spaced := _spaced(gold)).strip()]
+        [found] = self.words.search(
+            [" ".join([question.text, *question.golden_answers])], max(topk, NUM_CANDIDATES)
+        )
+        # Stable: BM25's order within
+        found.sort(key=lambda passage: not any(gold in _spaced(passage.contents) for gold in golds))
+        return found[:topk]
+
+
+class _Texts(list):
+    """A list of texts that `build_bm25` can read like a corpus."""
+
+    path = "the questions"
+
+    def contents(self, start: int, end: int):
+        return iter(self[start:end])
+
+
+def _spaced(text: str) -> str:
+    return " " + " ".join(WORD.findall(text.lower())) + " "

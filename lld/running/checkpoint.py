@@ -1,0 +1,408 @@
+"""Save, find, resume: atomic and exact.
+
+A checkpoint is a Hugging Face folder that `from_pretrained` opens, plus `trainer_state.pt` with what an exact
+restart needs: optimizer moments, the step (from which learning rate, data position and every episode's seed
+follow), torch's RNG and the snapshots LLDS may compare with. Of a sharded run each process writes its share
+of moments and snapshots to a file of its own, `shard_RANK-of-NUMBER.pt` (torch.distributed.checkpoint would
+read its index with pickle). `manifest.json`, written last, names every file with its size and checksum.
+Nothing in it can run code when it is opened: safetensors, JSON, and tensors, numbers and strings read with
+weights_only.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import yaml
+from accelerate.utils import gather_object
+from safetensors import SafetensorError
+
+from lld import config
+from lld.record import metrics, runs
+
+DISK_ERRORS = tuple(
+    getattr(errno, name)
+    for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "EIO", "ENOTDIR", "ESTALE")
+)
+# Suffixes of what a loader may open
+READ = (".safetensors", ".bin", ".pt", ".json", ".jinja", ".txt", ".model")
+
+
+class WriteError(RuntimeError):
+    """The run's folder takes no more; the message names the reason and what is left."""
+
+
+def folder_of(run_dir: str | Path, num_steps: int) -> Path:
+    return Path(run_dir) / "checkpoints" / f"step_{num_steps:06d}"
+
+
+def save(
+    run_dir: str | Path,
+    num_steps: int,
+    lm,
+    tokenizer,
+    trainer_state: dict,
+    *,
+    accelerator=None,
+    weights: dict | None = None,
+    shard: dict | None = None,
+) -> Path:
+    """Writes the checkpoint after `num_steps` steps aside and renames it when it is whole.
+
+    `trainer_state` holds tensors, numbers, strings, lists and dicts only: it is read back with weights_only.
+    With an accelerator every process calls: each writes its own `shard`, the main one all else, with
+    `weights` for the model's whole ones. WriteError, on all of them, where the disk is full or the folder
+    cannot be written; older checkpoints are then as they were.
+    """
+    folder = folder_of(run_dir, num_steps)
+    aside = folder.with_name(folder.name + ".partial")
+    is_main = accelerator is None or accelerator.is_main_process
+    gather = gather_object if accelerator is not None else lambda own: own
+
+    def together(action: Callable):
+        """What `action` returns on each process, if it could write on all of them."""
+        done = failure = cause = None
+        try:
+            done = action()
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if isinstance(error, RuntimeError) and "inline_container" not in str(error):
+                raise  # not torch.save's word for a write that failed
+            free_gb = shutil.disk_usage(run_dir).free / 1e9
+            failure, cause = (
+                f"checkpoint {folder} could not be written with {free_gb:.1f} GB free on its disk: "
+                f"{str(error).splitlines()[0]}",
+                error,
+            )
+        outcomes = gather([(done, failure)])
+        failures = [failure for _, failure in outcomes if failure]
+        if failures:
+            if is_main:
+                shutil.rmtree(aside, ignore_errors=True)
+            raise WriteError(failures[0]) from cause
+        return [done for done, _ in outcomes]
+
+    together(lambda: _begin(aside) if is_main else None)
+    written = {}
+    if shard is not None:
+        own = aside / f"shard_{accelerator.process_index:05d}-of-{accelerator.num_processes:05d}.pt"
+        for files in together(lambda: _write_shard(own, shard)):
+            written |= files
+    together(
+        lambda: (
+            _write(folder, aside, num_steps, lm, weights, tokenizer, trainer_state, written)
+            if is_main
+            else None
+        )
+    )
+    return folder
+
+
+def _begin(aside: Path) -> None:
+    _discard(aside)
+    aside.mkdir(parents=True)
+
+
+def _discard(path: Path) -> None:
+    """Removes a folder, or whatever else has its name."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _write_shard(path: Path, shard: dict) -> dict:
+    torch.save(shard, path)
+    _flush(path)
+    return {path.name: fingerprint(path)}
+
+
+def _write(
+    folder: Path,
+    aside: Path,
+    num_steps: int,
+    lm,
+    weights: dict | None,
+    tokenizer,
+    trainer_state: dict,
+    written: dict,
+) -> None:
+    lm.save_pretrained(aside, state_dict=weights)
+    tokenizer.save_pretrained(aside)
+    torch.save({"num_steps": num_steps} | trainer_state, aside / "trainer_state.pt")
+    own = [path for path in sorted(aside.rglob("*")) if path.is_file() and path.name not in written]
+    for path in own:
+        # Safetensors' files are for their owner alone, whatever the umask
+        path.chmod((aside / "trainer_state.pt").stat().st_mode)
+    files = written | {str(path.relative_to(aside)): fingerprint(path) for path in own}
+    (aside / "manifest.json").write_text(json.dumps({"num_steps": num_steps, "files": files}, indent=1))
+    for path in [*own, aside / "manifest.json"]:
+        _flush(path)
+    _discard(folder)
+    os.replace(aside, folder)
+    _flush(folder.parent)
+
+
+def found(run_dir: str | Path) -> list[tuple[int, Path]]:
+    """(steps, folder) of what is named as `folder_of` names it, oldest first; copies under other names, links
+    and files are not ours."""
+    paths = [
+        path
+        for path in (Path(run_dir) / "checkpoints").glob("step_*")
+        if path.is_dir() and not path.is_symlink()
+    ]
+    steps = [(int(path.name[5:]), path) for path in paths if path.name[5:].isdecimal()]
+    return sorted(pair for pair in steps if pair[1] == folder_of(run_dir, pair[0]))
+
+
+def prune(run_dir: str | Path, keep: int, proven: int, best: Sequence[int] = ()) -> None:
+    """Removes checkpoints but the `keep` newest (0: none is removed) and those after `best` steps;
+    half-written ones always.
+
+    Those after more than `proven` steps are not known to be good yet: they stay, and the newest good one
+    besides them. What eval.py wrote into a checkpoint stays.
+    """
+    for partial in (Path(run_dir) / "checkpoints").glob("step_*.partial"):
+        _discard(partial)
+    folders = found(run_dir)
+    for _, path in folders:
+        if not (path / "manifest.json").exists() and (path / "eval").is_dir():
+            _keep_eval(path)  # a kill came between
+    whole = [(steps, path) for steps, path in folders if (path / "manifest.json").exists()]
+    good = [(steps, path) for steps, path in whole if steps <= proven]
+    for steps, old in good[: -max(1, keep - (len(whole) - len(good)))] if keep else []:
+        if steps in best:
+            continue
+        if (old / "eval").is_dir():
+            _keep_eval(old)
+        else:  # renamed first, so that a kill leaves nothing that could be taken for whole
+            os.replace(old, old.with_name(old.name + ".partial"))
+            _discard(old.with_name(old.name + ".partial"))
+
+
+def _keep_eval(folder: Path) -> None:
+    (folder / "manifest.json").unlink(missing_ok=True)  # first, likewise
+    for path in folder.iterdir():
+        if path.name != "eval":
+            _discard(path)
+
+
+def better(best: tuple[float, int] | None, row: dict, num_steps: int) -> tuple[float, int] | None:
+    """(held-out EM, steps) of the best checkpoint so far, given the row of an evaluation after `num_steps`
+    steps.
+
+    The rule: the plain mean of `eval/*/em` over the benchmarks of eval.during_training; 0 is never best, the
+    earlier wins a tie.
+    """
+    scores = [value for name, value in row.items() if name.startswith("eval/") and name.endswith("/em")]
+    mean = sum(scores) / len(scores) if scores else 0.0
+    return (mean, num_steps) if mean > (best[0] if best else 0.0) else best
+
+
+def write_best(run_dir: str | Path, best: tuple[float, int]) -> None:
+    """checkpoints/best.json names the best checkpoint, for whoever evaluates it."""
+    em, num_steps = best
+    told = {
+        "checkpoint": folder_of(run_dir, num_steps).name,
+        "em": em,
+        "rule": "highest mean of eval/*/em over eval.during_training, the earlier at a tie",
+    }
+    metrics.replace_file(
+        Path(run_dir) / "checkpoints" / "best.json", json.dumps(told, indent=1) + "\n", durable=True
+    )
+
+
+def latest(run_dir: str | Path, proven: int | None = None) -> Path | None:
+    """The newest whole checkpoint of a run (after at most `proven` steps), or None; folders without a
+    manifest were never finished."""
+    whole = [
+        path
+        for steps, path in found(run_dir)
+        if (path / "manifest.json").exists() and (proven is None or steps <= proven)
+    ]
+    return whole[-1] if whole else None
+
+
+def read_manifest(folder: Path) -> dict:
+    """{"num_steps", "files": {name: fingerprint}} of a checkpoint; ValueError where it is missing, damaged or
+    another checkpoint's."""
+    path, remedy = folder / "manifest.json", "delete the folder to resume from the checkpoint before"
+    if not path.is_file():
+        raise ValueError(f"{folder} is no checkpoint of a run: it has no manifest.json")
+    manifest = runs.parse_json(path.read_bytes(), str(path), remedy)
+    files = manifest.get("files")
+    if not isinstance(files, dict):
+        raise ValueError(f"{path} is damaged (it lists no files): {remedy}")
+    present = {item.name for item in folder.iterdir() if item.suffix in READ and item.name != "manifest.json"}
+    missing = sorted((present | {"config.json", "trainer_state.pt"}) - files.keys())
+    if missing or not any(name.endswith(".safetensors") for name in files):
+        raise ValueError(
+            f"{path} does not list {missing[0] if missing else 'any weights'}: the list or the folder was "
+            f"changed; {remedy}"
+        )
+    if folder.name != folder_of(".", manifest.get("num_steps", -1)).name:
+        raise ValueError(
+            f"{path} is that of a checkpoint after {manifest.get('num_steps')} steps: {folder.name} is a "
+            "copy under another name; delete or rename it"
+        )
+    return manifest
+
+
+def check(folder: Path) -> None:
+    """Raises ValueError where a file of the checkpoint is missing, cut short or changed."""
+    for name, expected in read_manifest(folder)["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise ValueError(
+                f"checkpoint {folder} lacks {name}; delete the folder to resume from the one before"
+            )
+        found = fingerprint(path)
+        if found != expected:
+            raise ValueError(
+                f"checkpoint {folder}: {name} has {found['bytes']} bytes and checksum "
+                f"{found['sha256'][:12]}, but {expected['bytes']} and "
+                f"{expected['sha256'][:12]} were written; it is damaged, delete the folder to resume from "
+                "the one before"
+            )
+
+
+def load_trainer_state(folder: Path, parameters: dict[str, torch.Tensor]) -> dict:
+    """The trainer's state of a checkpoint (`check` it first); raises ValueError where it belongs to a model
+    of other shapes.
+
+    `parts` holds optimizer and snapshots: one dict of whole tensors, or one a process of a sharded run, read
+    as needed.
+    """
+    state = _open(folder / "trainer_state.pt", mmap=False)
+    shards = sorted(folder.glob("shard_*.pt"))
+    state["parts"] = [_open(path, mmap=True) for path in shards] or [
+        {name: state.pop(name) for name in ("optimizer", "snapshots")}
+    ]
+    shapes = {name: list(tensor.shape) for name, tensor in parameters.items()}
+    if state["shapes"] != shapes:
+        different = sorted(
+            name
+            for name in state["shapes"].keys() | shapes.keys()
+            if state["shapes"].get(name) != shapes.get(name)
+        )
+        raise ValueError(
+            f"checkpoint {folder} is of another model: {different[0]} has shape "
+            f"{state['shapes'].get(different[0])} there and {shapes.get(different[0])} here; "
+            "resume with the model.path it was trained with"
+        )
+    return state
+
+
+def _open(path: Path, mmap: bool) -> dict:
+    try:
+        return torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"checkpoint {path.parent}: {path.name} holds more than tensors, numbers and strings and is "
+            f"not opened, because it could run code; train.py never writes such a file ({reason})"
+        ) from None
+
+
+def fingerprint(path: Path) -> dict:
+    """{"bytes", "sha256"} of a file, read in blocks."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def check_place(run_dir: Path) -> None:
+    """Raises ValueError where a run's folder cannot be written."""
+    present = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    if not present.is_dir() or not os.access(present, os.W_OK):
+        raise ValueError(
+            f"run.dir = {run_dir}: {present} is "
+            f"{'read-only, or not yours to write to' if present.is_dir() else 'a file, not a folder'}; "
+            "choose another run.dir"
+        )
+
+
+def check_run_dir(run_dir: Path, cfg: config.Config, resume: bool) -> None:
+    """Raises ValueError where a new run would overwrite an old one, or a resumed one has other options."""
+    log = run_dir / "config.yaml"
+    if not resume:
+        if log.exists():
+            raise ValueError(
+                f"run.dir = {run_dir} already holds a run: continue it with --resume, or choose another "
+                "run.dir, or delete the folder"
+            )
+        return
+    if not log.exists():
+        raise ValueError(f"--resume: run.dir = {run_dir} holds no run")
+    before, now, defaults = runs.read_options(run_dir), config.to_dict(cfg), config.to_dict(config.Config())
+    if not before:
+        raise ValueError(
+            f"--resume: {log} holds no options: restore it, or start a new run with model.path set to a "
+            "checkpoint"
+        )
+    for section, options in now.items():
+        for name, value in options.items():
+            # An option that is newer than the run had its default
+            was = before.get(f"{section}.{name}", defaults[section][name])
+            if section != "plan" and f"{section}.{name}" not in config.RESUMABLE and was != value:
+                raise ValueError(
+                    f"--resume: {section}.{name} was {was!r} and is {value!r} now; a resumed run keeps its "
+                    f"options: give `--config {log} --resume`, which has them all (free to change: "
+                    f"{', '.join(config.RESUMABLE)})"
+                )
+
+
+def begin_run(run_dir: Path, cfg: config.Config, first_step: int) -> None:
+    """Writes what is run, and drops rows of steps that will be repeated."""
+    metrics.replace_file(
+        run_dir / "config.yaml", yaml.safe_dump(config.to_dict(cfg), sort_keys=False), durable=True
+    )
+    for name in ("metrics.jsonl", "updates.jsonl", "timings.jsonl"):
+        metrics.truncate_rows(run_dir / name, lambda line: json.loads(line)["step"], first_step)
+    metrics.truncate_rows(
+        run_dir / "warnings.log",
+        lambda line: int(line.split()[1].rstrip(":")) if line.startswith("step ") else -1,
+        first_step,
+    )
+
+
+def check_logs(run_dir: Path, num_steps: int, num_updates: int) -> None:
+    """Raises ValueError where a log has not each of the first `num_steps` steps once, in order: a resumed run
+    would go on from a log with holes."""
+    for name, updates in (("metrics.jsonl", (None,)), ("updates.jsonl", range(num_updates))):
+        path, rows, damaged = run_dir / name, [], []
+        for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else (), start=1):
+            try:
+                row = runs.parse_json(line, "", "")
+                rows.append((row["step"], row.get("update") if name == "updates.jsonl" else None))
+            except (ValueError, KeyError):
+                damaged.append(number)
+        expected = [(step, update) for step in range(num_steps) for update in updates]
+        rows = [row for row in rows if not isinstance(row[0], int) or row[0] < num_steps]
+        if rows == expected:
+            continue
+        place = next(
+            (i for i, (row, wanted) in enumerate(zip(rows, expected)) if row != wanted),
+            min(len(rows), len(expected)),
+        )
+        step = expected[min(place, len(expected) - 1)][0]
+        lines = f", and line {damaged[0]} cannot be read" if damaged else ""
+        raise ValueError(
+            f"{path} does not hold steps 0 to {num_steps - 1} once each: it goes wrong at step "
+            f"{step}{lines}. It was cut or changed after it was written: restore it, "
+            f"or delete the checkpoints after more than {step} steps ({folder_of(run_dir, step + 1)} and "
+            "later ones), so that --resume makes those steps again"
+        )

@@ -1,0 +1,197 @@
+"""A crash box: the last rollouts of a run with the weights and optimizer they were trained from, to be
+trained on again.
+
+`BOX/checkpoints/step_N` is a checkpoint like any other, `BOX/episodes/step_M.jsonl` the episodes of each
+later step, `BOX/reference` the model of the KL term where there is one, `BOX/metrics.jsonl` the run's log
+until then. `train.py --replay BOX [section.option=value …]` makes the same updates, with the same options bit
+for bit, or with another loss. A box may be somebody else's: a replay reads nothing but the box, and writes
+nowhere but into it (`config.read_back`).
+"""
+
+import copy
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Callable
+
+import torch
+
+from lld import config
+from lld.episode import Episode
+from lld.record import runs, trajectories
+from lld.running import checkpoint, sharding
+
+
+class Recent:
+    """Episodes of the last `num_steps` steps at least, and the state of training before the first of them.
+
+    Copies of weights and optimizer are made every `num_steps` steps, on the CPU, and the last two are kept.
+    """
+
+    def __init__(self, num_steps: int):
+        self.num_steps = num_steps
+        self.states: list[tuple[int, dict, dict]] = []  # (step, weights, trainer state), oldest first
+        self.episodes: dict[int, list[Episode]] = {}
+
+    def before(self, step: int, policy, trainer_state: Callable[[], dict]) -> None:
+        """Call before the step's update."""
+        if not self.states or step - self.states[-1][0] >= self.num_steps:
+            self.states = [*self.states[-1:], (step, sharding.snapshot(policy), on_cpu(trainer_state()))]
+            self.episodes = {s: some for s, some in self.episodes.items() if s >= self.states[0][0]}
+
+    def keep(self, step: int, episodes: list[Episode]) -> None:
+        self.episodes[step] = episodes
+
+    def write(self, run_dir: Path, cfg: config.Config, lm, tokenizer, reference=None) -> Path:
+        """Writes RUN/boxes/step_N, aside first; of the boxes written earlier only the first stays. Returns
+        the folder.
+
+        `reference` is the model of the KL term, None without one.
+        """
+        step, weights, trainer_state = self.states[0]
+        folder = run_dir / "boxes" / f"step_{max(self.episodes) + 1:06d}"
+        aside = folder.with_name(folder.name + ".partial")
+        shutil.rmtree(aside, ignore_errors=True)
+        (aside / "episodes").mkdir(parents=True)
+        checkpoint.save(aside, step, lm, tokenizer, trainer_state, weights=weights)
+        if reference is not None:
+            reference.save_pretrained(aside / "reference")
+            tokenizer.save_pretrained(aside / "reference")
+        for number, episodes in self.episodes.items():
+            (aside / "episodes" / f"step_{number:06d}.jsonl").write_text(
+                "".join(trajectories.to_json(episode) + "\n" for episode in episodes)
+            )
+        config.save(cfg, aside / "config.yaml")
+        if (run_dir / "metrics.jsonl").exists():
+            shutil.copy(run_dir / "metrics.jsonl", aside / "metrics.jsonl")
+        for old in sorted(folder.parent.glob("step_??????"))[1:]:
+            shutil.rmtree(old)
+        shutil.rmtree(folder, ignore_errors=True)  # a resumed run may come by the same step again
+        os.replace(aside, folder)
+        return folder
+
+
+def on_cpu(tree):
+    """A copy of tensors in dicts and lists, in CPU memory."""
+    if isinstance(tree, torch.Tensor):
+        return tree.detach().cpu().clone()
+    if isinstance(tree, dict):
+        return {name: on_cpu(value) for name, value in tree.items()}
+    return [on_cpu(value) for value in tree] if isinstance(tree, list) else copy.deepcopy(tree)
+
+
+def steps_of(box: Path) -> list[int]:
+    """The steps whose episodes are in the box; ValueError unless it is whole."""
+    names = [path.stem.removeprefix("step_") for path in (box / "episodes").glob("step_??????.jsonl")]
+    steps = sorted(int(name) for name in names if re.fullmatch("[0-9]{6}", name))
+    latest = checkpoint.latest(box)
+    if latest is None or not steps or not (box / "config.yaml").is_file():
+        raise ValueError(
+            f"--replay {box}: no crash box, it needs config.yaml, checkpoints/ and episodes/ (a run with "
+            "monitor.crash_box > 0 writes one to its boxes/ when decay, acceleration or collapse begins)"
+        )
+    first = int(latest.name.removeprefix("step_"))
+    if steps != list(range(first, first + len(steps))):
+        raise ValueError(
+            f"--replay {box}: episodes of steps {steps} do not follow the checkpoint of step {first}: the "
+            "box is damaged"
+        )
+    return steps
+
+
+def read_episodes(box: Path, step: int, group_size: int, vocabulary: int) -> list[Episode]:
+    """The episodes of a step, in whole groups; ValueError where the file is damaged or of a model with more
+    than `vocabulary` tokens."""
+    path = box / "episodes" / f"step_{step:06d}.jsonl"
+    episodes = trajectories.read_episodes(path, vocabulary)
+    if not episodes or len(episodes) % group_size:
+        raise ValueError(
+            f"{path} holds {len(episodes)} episodes, no whole groups of {group_size} (rollout.group_size): "
+            "the box is damaged"
+        )
+    return episodes
+
+
+def read_dropped(box: Path, step: int) -> dict:
+    """What the boxed run logged of groups that are not among the step's episodes, since nothing was found for
+    them."""
+    return {
+        "empty_groups": row["empty_groups"]
+        for row in runs.read_rows(box / "metrics.jsonl")
+        if row["step"] == step and "empty_groups" in row
+    }
+
+
+def same_rows(original: list[dict], replayed: list[dict]) -> list[str]:
+    """Names whose values differ between the two logs, evaluation apart, which a replay does not make. As
+    text: NaN equals itself."""
+    by_step = {row["step"]: row for row in original}
+    return sorted(
+        {
+            name
+            for row in replayed
+            for name, value in row.items()
+            if repr(by_step.get(row["step"], {}).get(name)) != repr(value)
+        }
+    )
+
+
+def replay_options(box: Path, overrides: list[str]) -> config.Config:
+    """The options of the boxed run with `overrides`, for a run of its steps from what is in the box into
+    BOX/replays."""
+    steps, latest = steps_of(box), checkpoint.latest(box)
+    name = (
+        re.sub(r"[^\w.=+-]", "-", "_".join(override.partition(".")[2] for override in overrides))[
+            :100
+        ].lstrip(".")
+        or "unchanged"
+    )
+    folder = box / "replays" / name
+    if not folder.resolve().is_relative_to(box.resolve()):
+        raise ValueError(f"--replay {box}: {folder} is a link that leads out of the box: delete the link")
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"--replay {box}: {folder} already holds files: delete it, or change another option")
+    given = [override.partition("=")[0] for override in overrides]
+    model = latest if not (box / "reference").is_dir() else box / "reference"
+    own = [
+        f"run.dir={folder}",
+        f"run.steps={steps[-1] + 1}",
+        "eval.every=0",
+        "eval.at_start=false",
+        "monitor.crash_box=0",
+        "monitor.stop_in_phase=0",
+    ]
+    own += [] if "model.path" in given else [f"model.path={model}"]
+    cfg, before = (
+        config.read_back(box / "config.yaml", [*overrides, *own], reads=False)[0],
+        config.read_back(box / "config.yaml", reads=False)[0],
+    )
+    free = ("model.path", "model.trust_remote_code")  # who types them chooses them
+    for section in ("data", "model", "rollout", "retriever", "tinyworld"):
+        for option, value in config.to_dict(cfg)[section].items():
+            if f"{section}.{option}" not in free and value != config.to_dict(before)[section][option]:
+                raise ValueError(
+                    f"--replay: {section}.{option} cannot be changed, the box's episodes were played with "
+                    "the other value; loss, advantage, reward, optim and monitor can"
+                )
+    if cfg.loss.kl_weight > 0 and model == latest and "model.path" not in given:
+        raise ValueError(
+            f"--replay {box}: loss.kl_weight = {cfg.loss.kl_weight}, and the box holds no reference/ "
+            "model: give model.path=MODEL, the model the run began with, or loss.kl_weight=0"
+        )
+    return cfg
+
+
+def compare(box: Path, run_dir: Path) -> str:
+    """What a replay has to say for itself."""
+    different = same_rows(runs.read_rows(box / "metrics.jsonl"), runs.read_rows(run_dir / "metrics.jsonl"))
+    verdict = (
+        "every logged value equals the original, bit for bit"
+        if not different
+        else (
+            f"{len(different)} logged values differ from the original's, "
+            f"{runs.printable(', '.join(different[:4]))} among them"
+        )
+    )
+    return f"{run_dir}: {verdict}"
