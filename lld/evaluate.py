@@ -19,7 +19,7 @@ from lld.data import Question, load_questions
 from lld.engine.engine import Engine
 from lld.episode import Episode
 from lld.record.runs import printable
-from lld.reward import cover_exact_match, exact_match, normalize_answer, token_f1
+from lld.reward import cover_exact_match, exact_match, gold_in_results, token_f1
 from lld.rollout import Search, rollout
 from lld.tools import Unplayed
 
@@ -160,19 +160,6 @@ def evaluate_questions(
     if errors:
         raise errors[0]
     return [record for _, record in sorted(own, key=lambda item: item[0])]
-
-
-def gold_in_results(golden_answers: Sequence[str], contents: Sequence[str]) -> bool | None:
-    """Whether a normalised gold answer stands, as whole words, in one of the retrieved passages.
-
-    None where every gold answer is "yes", "no" or empty once normalised: such an answer is not found but
-    concluded.
-    """
-    golds = [gold for gold in map(normalize_answer, golden_answers) if gold not in ("", "yes", "no")]
-    if not golds:
-        return None
-    texts = [f" {normalize_answer(text)} " for text in contents]
-    return any(f" {gold} " in text for gold in golds for text in texts)
 
 
 def episode_record(tokenizer, episode: Episode) -> dict:

@@ -160,3 +160,16 @@ def score_episodes(episodes: list[Episode], tokenizer, cfg: Reward) -> list[floa
             )
         )
     return scores
+
+
+def gold_in_results(golden_answers: Sequence[str], contents: Sequence[str]) -> bool | None:
+    """Whether a normalised gold answer stands, as whole words, in one of the retrieved passages.
+
+    None where every gold answer is "yes", "no" or empty once normalised: such an answer is not found but
+    concluded.
+    """
+    golds = [gold for gold in map(normalize_answer, golden_answers) if gold not in ("", "yes", "no")]
+    if not golds:
+        return None
+    texts = [f" {normalize_answer(text)} " for text in contents]
+    return any(f" {gold} " in text for gold in golds for text in texts)

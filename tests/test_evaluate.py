@@ -19,7 +19,8 @@ import eval as command
 from lld import config, evaluate, policy, protocol
 from lld.data import Question
 from lld.engine.engine import Engine
-from lld.evaluate import bootstrap_interval, bootstrap_means, gold_in_results, paper_averages, summarize
+from lld.evaluate import bootstrap_interval, bootstrap_means, paper_averages, summarize
+from lld.reward import gold_in_results
 from lld.running import sharding
 from lld.tools import RetrieverError, Search
 

@@ -14,12 +14,11 @@ from tokenizers import normalizers
 from transformers import AddedToken
 
 from lld import protocol
-from lld.evaluate import gold_in_results
 from lld.protocol import Passage, render_observation
 from lld.record.trajectories import pieces
 from lld.report.page import escaped_json
 from lld.retrieval.controls import _spaced
-from lld.reward import normalize_answer, retrieval_correct, valid_format
+from lld.reward import gold_in_results, normalize_answer, retrieval_correct, valid_format
 from lld.tools import read_result
 
 SIZE = 1_000_000

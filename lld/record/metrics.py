@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 
 from lld.episode import Episode
-from lld.evaluate import gold_in_results
-from lld.reward import exact_match
+from lld.reward import exact_match, gold_in_results
 
 GLOSSARY = {
     "step": "rollout step, from 0",
