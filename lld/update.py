@@ -15,7 +15,6 @@ from accelerate.utils import gather_object
 from lld import loss
 from lld.config import Config, Optim
 from lld.episode import ANSWER, Batch
-from lld.record.metrics import Means
 from lld.running.sharding import is_sharded
 
 
@@ -295,3 +294,22 @@ def make_step(
         )
     optimizer.zero_grad()
     return ({"grad_norm": grad_norm} if finite else {}) | {"skipped_updates": int(not finite)}
+
+
+class Means:
+    """Sums and counts on the device, reduced over processes at once: true means over their own tokens."""
+
+    def __init__(self, device):
+        self.device, self.sums = device, {}
+
+    def add(self, name: str, values, mask) -> None:
+        """Adds `values` where `mask`."""
+        pair = torch.stack([torch.where(mask, values.double(), 0.0).sum(), mask.sum().double()])
+        self.sums[name] = self.sums[name] + pair if name in self.sums else pair
+
+    def reduce(self, accelerator) -> dict[str, float]:
+        """Means over all processes; a mean over nothing is absent."""
+        names = sorted(self.sums)
+        pairs = accelerator.reduce(torch.stack([self.sums[name] for name in names]), "sum").tolist()
+        metrics = {name: total / count for name, (total, count) in zip(names, pairs) if count}
+        return metrics

@@ -168,25 +168,6 @@ def described(name: str) -> bool:
     )
 
 
-class Means:
-    """Sums and counts on the device, reduced over processes at once: true means over their own tokens."""
-
-    def __init__(self, device):
-        self.device, self.sums = device, {}
-
-    def add(self, name: str, values, mask) -> None:
-        """Adds `values` where `mask`."""
-        pair = torch.stack([torch.where(mask, values.double(), 0.0).sum(), mask.sum().double()])
-        self.sums[name] = self.sums[name] + pair if name in self.sums else pair
-
-    def reduce(self, accelerator) -> dict[str, float]:
-        """Means over all processes; a mean over nothing is absent."""
-        names = sorted(self.sums)
-        pairs = accelerator.reduce(torch.stack([self.sums[name] for name in names]), "sum").tolist()
-        metrics = {name: total / count for name, (total, count) in zip(names, pairs) if count}
-        return metrics
-
-
 def describe_episodes(episodes: list[Episode], rewards_PG: torch.Tensor) -> dict[str, float]:
     """What the episodes of a step were like; names in GLOSSARY."""
     turns = [turn for episode in episodes for turn in episode.turns]
