@@ -28,12 +28,11 @@ from tqdm import tqdm
 
 from lld import config, policy, protocol
 from lld.config import Config
-from lld.data import Question
+from lld.data import Question, load_benchmark
 from lld.engine.engine import Engine
 from lld.evaluate import (
     bootstrap_means,
     evaluate_questions,
-    load_benchmark,
     options_of,
     paper_averages,
     percentile_interval,

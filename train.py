@@ -37,10 +37,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from lld import config, protocol
 from lld.advantages import group_advantages
-from lld.data import Question, load_questions, questions_of_step
+from lld.data import Question, load_benchmark, load_questions, questions_of_step
 from lld.engine.engine import Engine
 from lld.episode import Batch, Episode, collate
-from lld.evaluate import evaluate_questions, load_benchmark, summarize
+from lld.evaluate import evaluate_questions, summarize
 from lld.loss import answer_beta
 from lld.policy import Policy, check_fit, eos_ids, load_lm, load_tokenizer, read_shape
 from lld.record import metrics, monitor, phases, runs, trajectories

@@ -1,5 +1,6 @@
 """Questions: Search-R1 parquet, FlashRAG jsonl, hub names; which ones belong to step s."""
 
+import difflib
 import hashlib
 import json
 import re
@@ -10,6 +11,8 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import torch
+
+from lld.config import Config
 
 SPLIT_NAMES = ("train", "dev", "test", "validation")
 WANTED = 'a row is such as {"id": "1", "question": "Who wrote Emma?", "golden_answers": ["Jane Austen"]}'
@@ -268,3 +271,30 @@ def questions_of_step(
         order = _epoch_order(size, seed, epoch)[max(first - epoch * size, 0) : last - epoch * size]
         drawn += [questions[index] for index in order.tolist()]
     return drawn
+
+
+def load_benchmark(cfg: Config, name: str) -> list[Question]:
+    """All test questions of the set that `eval.benchmarks` calls `name`.
+
+    From a file with several sources only those rows whose source is `name` are taken. Raises ValueError for
+    an unknown name, with the nearest one, and for whatever `load_questions` cannot read.
+    """
+    where = cfg.eval.benchmarks.get(name)
+    if where is None:
+        close = difflib.get_close_matches(name, cfg.eval.benchmarks, n=1)
+        remedy = (
+            f"did you mean {close[0]!r}?"
+            if close
+            else f"eval.benchmarks has {', '.join(cfg.eval.benchmarks)}"
+        )
+        raise ValueError(f"unknown benchmark {name!r}: {remedy}")
+    questions = load_questions(where, split="test", source=name)
+    sources = {question.source for question in questions}
+    if len(sources) == 1:
+        return questions
+    if name not in sources:
+        raise ValueError(
+            f"{where} holds {', '.join(sorted(sources))} but no rows of source {name!r}: name one of these "
+            "in eval.benchmarks, or give a file of one source"
+        )
+    return [question for question in questions if question.source == name]

@@ -4,7 +4,6 @@ One episode a question, every question scored, evaluation's own sampling setting
 partial batch and, by losing a flag on the way, samples its validation at temperature 1).
 """
 
-import difflib
 import sys
 import urllib.parse
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from lld.config import Config, read_back
-from lld.data import Question, load_questions
+from lld.data import Question
 from lld.engine.engine import Engine
 from lld.episode import Episode
 from lld.record.runs import printable
@@ -78,33 +77,6 @@ def options_of(ckpt: Path, config_file: str | None, overrides: list[str]) -> Con
             file=sys.stderr,
         )
     return cfg
-
-
-def load_benchmark(cfg: Config, name: str) -> list[Question]:
-    """All test questions of the set that `eval.benchmarks` calls `name`.
-
-    From a file with several sources only those rows whose source is `name` are taken. Raises ValueError for
-    an unknown name, with the nearest one, and for whatever `load_questions` cannot read.
-    """
-    where = cfg.eval.benchmarks.get(name)
-    if where is None:
-        close = difflib.get_close_matches(name, cfg.eval.benchmarks, n=1)
-        remedy = (
-            f"did you mean {close[0]!r}?"
-            if close
-            else f"eval.benchmarks has {', '.join(cfg.eval.benchmarks)}"
-        )
-        raise ValueError(f"unknown benchmark {name!r}: {remedy}")
-    questions = load_questions(where, split="test", source=name)
-    sources = {question.source for question in questions}
-    if len(sources) == 1:
-        return questions
-    if name not in sources:
-        raise ValueError(
-            f"{where} holds {', '.join(sorted(sources))} but no rows of source {name!r}: name one of these "
-            "in eval.benchmarks, or give a file of one source"
-        )
-    return [question for question in questions if question.source == name]
 
 
 def evaluate_questions(

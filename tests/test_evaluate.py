@@ -16,7 +16,7 @@ import torch
 import yaml
 
 import eval as command
-from lld import config, evaluate, policy, protocol
+from lld import config, data, evaluate, policy, protocol
 from lld.data import Question
 from lld.engine.engine import Engine
 from lld.evaluate import bootstrap_interval, bootstrap_means, paper_averages, summarize
@@ -754,9 +754,9 @@ def test_a_file_of_several_sources_gives_the_rows_of_its_name(tmp_path):
             }
         }
     )
-    assert [question.id for question in evaluate.load_benchmark(cfg, "nq")] == ["nq/t0", "nq/t2"]
+    assert [question.id for question in data.load_benchmark(cfg, "nq")] == ["nq/t0", "nq/t2"]
     with pytest.raises(ValueError, match="nq, popqa but no rows of source 'musique'"):
-        evaluate.load_benchmark(cfg, "musique")
+        data.load_benchmark(cfg, "musique")
 
 
 def test_a_gpu_evaluates_the_model_that_training_plays_with(world, monkeypatch):
