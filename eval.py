@@ -27,6 +27,7 @@ from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
 from lld import config, policy, protocol
+from lld import files as files_module
 from lld.config import Config
 from lld.data import Question, load_benchmark
 from lld.engine.engine import Engine
@@ -38,8 +39,8 @@ from lld.evaluate import (
     percentile_interval,
     summarize,
 )
+from lld.files import replace_file
 from lld.record import runs
-from lld.record.metrics import replace_file
 from lld.rollout import check_prompts
 from lld.running import checkpoint
 from lld.tools import RetrieverError, check_health, make_search
@@ -74,7 +75,7 @@ def sha256(content: bytes) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    return checkpoint.fingerprint(path)["sha256"]
+    return files_module.fingerprint(path)["sha256"]
 
 
 def checkpoint_files(folder: Path) -> list[Path]:

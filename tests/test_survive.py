@@ -23,7 +23,7 @@ from test_train import Failing, draw_nothing, refused, rows, write_config
 from tqdm import tqdm
 
 import train
-from lld import config
+from lld import config, files
 from lld.running import checkpoint, lock, provenance, survive
 
 STEPS = 4
@@ -980,7 +980,7 @@ def test_a_checkpoint_that_would_run_code_is_refused_even_with_a_manifest_that_f
     state = torch.load(last / "trainer_state.pt", weights_only=True)
     torch.save(state | {"rng": Bomb(folder / "exploded")}, last / "trainer_state.pt")
     manifest = json.loads((last / "manifest.json").read_text())
-    manifest["files"]["trainer_state.pt"] = checkpoint.fingerprint(last / "trainer_state.pt")
+    manifest["files"]["trainer_state.pt"] = files.fingerprint(last / "trainer_state.pt")
     (last / "manifest.json").write_text(json.dumps(manifest))
     message = refused(capsys, small(folder, "bombed", run={"steps": STEPS + 1}), "--resume")
     assert (

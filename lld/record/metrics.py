@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from lld.episode import Episode
+from lld.files import replace_file
 from lld.reward import exact_match, gold_in_results
 
 GLOSSARY = {
@@ -222,23 +223,6 @@ def naming(path: Path):
         if error.filename is not None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-def replace_file(path: Path, text: str, durable: bool = False) -> None:
-    """Writes a file aside and renames it: whoever reads it, also after a kill, finds the old text or the new,
-    whole; where `durable` also after a power cut, for a few ms."""
-    aside = path.with_suffix(".partial")
-    aside.unlink(missing_ok=True)  # it may be a link to elsewhere
-    with naming(aside), open(aside, "w") as file:
-        file.write(text)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    os.replace(aside, path)
-    if durable:
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
 
 
 def replace_last_row(path: Path, row: dict) -> None:

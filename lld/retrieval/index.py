@@ -29,7 +29,7 @@ from accelerate import PartialState
 from tqdm import tqdm
 
 from lld.config import Retriever
-from lld.record.metrics import replace_file
+from lld.files import replace_file
 from lld.retrieval import memory
 from lld.retrieval.corpus import Corpus
 from lld.retrieval.encoder import Encoder, encoder_style

@@ -10,7 +10,6 @@ weights_only.
 """
 
 import errno
-import hashlib
 import json
 import os
 import pickle
@@ -24,6 +23,8 @@ from accelerate.utils import gather_object
 from safetensors import SafetensorError
 
 from lld import config
+from lld import files as files_module
+from lld.files import fingerprint
 from lld.record import metrics, runs
 
 DISK_ERRORS = tuple(
@@ -212,7 +213,7 @@ def write_best(run_dir: str | Path, best: tuple[float, int]) -> None:
         "em": em,
         "rule": "highest mean of eval/*/em over eval.during_training, the earlier at a tie",
     }
-    metrics.replace_file(
+    files_module.replace_file(
         Path(run_dir) / "checkpoints" / "best.json", json.dumps(told, indent=1) + "\n", durable=True
     )
 
@@ -309,15 +310,6 @@ def _open(path: Path, mmap: bool) -> dict:
         ) from None
 
 
-def fingerprint(path: Path) -> dict:
-    """{"bytes", "sha256"} of a file, read in blocks."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
-
-
 def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
@@ -367,7 +359,7 @@ def check_run_dir(run_dir: Path, cfg: config.Config, resume: bool) -> None:
 
 def begin_run(run_dir: Path, cfg: config.Config, first_step: int) -> None:
     """Writes what is run, and drops rows of steps that will be repeated."""
-    metrics.replace_file(
+    files_module.replace_file(
         run_dir / "config.yaml", yaml.safe_dump(config.to_dict(cfg), sort_keys=False), durable=True
     )
     for name in ("metrics.jsonl", "updates.jsonl", "timings.jsonl"):

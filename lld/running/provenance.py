@@ -19,9 +19,9 @@ import torch
 import transformers
 from transformers.utils import cached_file
 
-from lld import config
+from lld import config, files
 from lld.data import Question
-from lld.record import metrics, runs
+from lld.record import runs
 
 ROOT = Path(__file__).parents[2]
 PLACES, BLOCK = 64, 4096  # of a file that are read; smaller files whole
@@ -151,7 +151,7 @@ def begin_session(
         | ({"changed": changed} if changed else {})
     )
     first = {name: about.get(name, code[name]) for name in ("commit", "torch", "transformers", "python")}
-    metrics.replace_file(
+    files.replace_file(
         run_dir / "run.json",
         json.dumps(
             first | {"inputs": now | about.get("inputs", {}), "sessions": [*sessions, session]}, indent=1

@@ -23,7 +23,7 @@ from typing import TextIO
 import torch
 from tqdm import tqdm
 
-from lld.record.metrics import replace_file
+from lld.files import replace_file
 from lld.running.lock import Lock, is_alive
 from lld.tools import Unplayed
 
