@@ -14,7 +14,8 @@ import yaml
 
 from lld.config import Config, to_dict
 from lld.record import runs
-from lld.record.metrics import GLOSSARY, described
+from lld.record.glossary import GLOSSARY
+from lld.record.metrics import described
 from lld.report import figure, page
 
 HOSTILE = (

@@ -6,13 +6,13 @@ import pytest
 from conftest import ROOT
 
 from lld import config
-from lld.record import metrics
+from lld.record import glossary
 
 README = (ROOT / "README.md").read_text()
 
 
 def test_the_glossary_is_metrics_own():
-    for name, text in metrics.GLOSSARY.items():
+    for name, text in glossary.GLOSSARY.items():
         assert f"| `{name}` | {text} |" in README
     listed = set(
         re.findall(
@@ -21,7 +21,7 @@ def test_the_glossary_is_metrics_own():
             re.MULTILINE,
         )
     )
-    assert listed == set(metrics.GLOSSARY)
+    assert listed == set(glossary.GLOSSARY)
 
 
 def test_every_file_it_names_is_there_and_every_file_there_is_named():

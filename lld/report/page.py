@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lld.record import runs
-from lld.record.metrics import GLOSSARY
+from lld.record.glossary import GLOSSARY
 
 TEMPLATE = Path(__file__).with_name("report.html")
 # A page of this size still opens at once; a 3B run's groups would be several times as much
