@@ -472,7 +472,7 @@ def main(argv: list[str] | None = None) -> int:
         print(runs.printable(f"eval.py: {error}"), file=sys.stderr)
         return 2
     except OSError as error:
-        if error.errno not in checkpoint.DISK_ERRORS:
+        if error.errno not in files_module.DISK_ERRORS:
             raise
         print(
             runs.printable(

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from lld import files
+
 # On shared cores OpenMP threads that spin while they wait made a step 20 times slower; must be set before
 # torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -96,9 +98,9 @@ def main(argv: list[str]) -> int:
     except RetrieverError as error:
         print(f"train.py: {runs.printable(error)}", file=sys.stderr)
         return survive.RETRIEVER
-    except (checkpoint.WriteError, OSError) as error:
+    except (files.WriteError, OSError) as error:
         gone = guard.run_dir is not None and (isinstance(error, lock.Gone) or not guard.run_dir.exists())
-        if isinstance(error, OSError) and not gone and error.errno not in checkpoint.DISK_ERRORS:
+        if isinstance(error, OSError) and not gone and error.errno not in files.DISK_ERRORS:
             raise
         if guard.run_dir is None:  # the tiny world
             print(

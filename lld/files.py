@@ -1,10 +1,10 @@
 """Files: written aside and renamed, JSON lines, checksums."""
 
+import errno
 import hashlib
 import os
+from contextlib import contextmanager
 from pathlib import Path
-
-from lld.record.metrics import naming
 
 
 def replace_file(path: Path, text: str, durable: bool = False) -> None:
@@ -31,3 +31,24 @@ def fingerprint(path: Path) -> dict:
         while block := file.read(1 << 22):
             digest.update(block)
     return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+@contextmanager
+def naming(path: Path):
+    """A write that fails, as on a full disk, does not say to which file: now it does."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+DISK_ERRORS = tuple(
+    getattr(errno, name)
+    for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "EIO", "ENOTDIR", "ESTALE")
+)
+
+
+class WriteError(RuntimeError):
+    """The run's folder takes no more; the message names the reason and what is left."""

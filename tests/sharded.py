@@ -14,6 +14,8 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
+from lld import files
+
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import torch
@@ -237,7 +239,7 @@ def optimizer_and_checkpoint(accelerator, folder: Path) -> dict:
     try:
         save(2)
         failure = None
-    except checkpoint.WriteError as error:
+    except files.WriteError as error:
         failure = str(error)
     checkpoint._write_shard = write
     found["failures"] = gather_object([failure])

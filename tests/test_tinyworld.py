@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lld import config, protocol
-from lld.running import checkpoint
+from lld import config, files, protocol
 from lld.tinyworld import world as tinyworld
 
 TINY = config.TinyWorld(num_people=30, warm_start_steps=12, hidden_size=32, namesake_share=0.2)
@@ -370,7 +369,7 @@ def test_a_full_disk_in_the_warm_start_is_named_and_the_next_call_succeeds(prepa
     cfg = dataclasses.replace(prepared[0], dir=str(tmp_path / "world"))
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-        with pytest.raises(checkpoint.WriteError, match="tinyworld.dir = .*world' cannot be written: "):
+        with pytest.raises(files.WriteError, match="tinyworld.dir = .*world' cannot be written: "):
             tinyworld.prepare(cfg, config.Rollout(), TOPK)
     finally:
         resource.setrlimit(

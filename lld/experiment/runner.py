@@ -23,6 +23,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from lld import files
 from lld.experiment import outcomes
 from lld.experiment.figure import plot_experiment
 from lld.experiment.grid import Experiment, Run, check_made_alike, load_experiment
@@ -112,13 +113,12 @@ def prepare_world(run: Run) -> int:
     """Makes the tiny world of `run` in this process; nothing to do where it is there."""
     import torch
 
-    from lld.running import checkpoint
     from lld.tinyworld import world
 
     torch.set_num_threads(1)
     try:
         world.prepare(run.cfg.tinyworld, run.cfg.rollout, run.cfg.retriever.topk)
-    except checkpoint.WriteError as error:
+    except files.WriteError as error:
         print(f"lld.experiment: {error}: make room; the same command continues", file=sys.stderr)
         return 7
     return 0

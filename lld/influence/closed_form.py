@@ -29,7 +29,7 @@ import torch
 from accelerate import Accelerator
 from torch.nn.functional import one_hot
 
-from lld import config, protocol
+from lld import config, files, protocol
 from lld.advantages import group_advantages
 from lld.config import Config
 from lld.data import Question, load_questions, questions_of_step
@@ -545,7 +545,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"lld.influence: {printable(error)}", file=sys.stderr)
         return 3 if isinstance(error, RetrieverError) else 2
     except OSError as error:
-        if error.errno not in checkpoint.DISK_ERRORS:
+        if error.errno not in files.DISK_ERRORS:
             raise
         print(f"lld.influence: {printable(error)}: make room, or choose another --out", file=sys.stderr)
         return 7

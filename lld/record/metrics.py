@@ -9,13 +9,12 @@ import json
 import os
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from lld.episode import Episode
-from lld.files import replace_file
+from lld.files import naming, replace_file
 from lld.record.glossary import GLOSSARY
 from lld.reward import exact_match, gold_in_results
 
@@ -84,17 +83,6 @@ def append_rows(path: Path, rows: list[dict]) -> None:
         file.write("".join(json.dumps(row) + "\n" for row in rows))
         file.flush()
         os.fsync(file.fileno())
-
-
-@contextmanager
-def naming(path: Path):
-    """A write that fails, as on a full disk, does not say to which file: now it does."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def replace_last_row(path: Path, row: dict) -> None:

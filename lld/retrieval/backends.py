@@ -505,7 +505,7 @@ def _size(folder: Path) -> str:
 
 
 def _is_disk_fault(error: Exception) -> bool:
-    from lld.running.checkpoint import DISK_ERRORS
+    from lld.files import DISK_ERRORS
 
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return True

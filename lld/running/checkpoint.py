@@ -9,7 +9,6 @@ Nothing in it can run code when it is opened: safetensors, JSON, and tensors, nu
 weights_only.
 """
 
-import errno
 import json
 import os
 import pickle
@@ -24,19 +23,11 @@ from safetensors import SafetensorError
 
 from lld import config
 from lld import files as files_module
-from lld.files import fingerprint
+from lld.files import WriteError, fingerprint
 from lld.record import metrics, runs
 
-DISK_ERRORS = tuple(
-    getattr(errno, name)
-    for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "EIO", "ENOTDIR", "ESTALE")
-)
 # Suffixes of what a loader may open
 READ = (".safetensors", ".bin", ".pt", ".json", ".jinja", ".txt", ".model")
-
-
-class WriteError(RuntimeError):
-    """The run's folder takes no more; the message names the reason and what is left."""
 
 
 def folder_of(run_dir: str | Path, num_steps: int) -> Path:

@@ -25,10 +25,9 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lld import config, protocol
+from lld import config, files, protocol
 from lld.record import runs
 from lld.retrieval import backends
-from lld.running import checkpoint
 
 VERSION = 1  # of what `prepare` writes; raise it with every change of the bytes
 HELD_OUT_SHARE = 0.15
@@ -725,10 +724,10 @@ def prepare(cfg: config.TinyWorld, rollout: config.Rollout, topk: int) -> None:
             isinstance(error, RuntimeError)
             and "inline_container" not in str(error)
             or isinstance(error, OSError)
-            and error.errno not in checkpoint.DISK_ERRORS
+            and error.errno not in files.DISK_ERRORS
         ):
             raise
-        raise checkpoint.WriteError(
+        raise files.WriteError(
             f"tinyworld.dir = {cfg.dir!r} cannot be written: {str(error).splitlines()[0]}"
         ) from error
     _check_room(cfg, _check_prepared(folder, identity)["longest"], rollout)
