@@ -26,8 +26,9 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
-from lld import config, policy, protocol
 from lld import files as files_module
+from lld import policy, protocol
+from lld import settings as settings_module
 from lld.config import Config
 from lld.data import Question, load_benchmark
 from lld.engine.engine import Engine
@@ -109,7 +110,7 @@ def git_commit() -> str | None:
 
 def evaluation_settings(cfg: Config, names: list[str], checkpoint: dict[str, str]) -> dict:
     """What a figure depends on. Not `retriever.url`: the same server may come back on another node."""
-    tree = config.to_dict(cfg)
+    tree = settings_module.to_dict(cfg)
     pick = lambda section, *options: {option: tree[section][option] for option in options}
     return {
         "checkpoint": checkpoint,
@@ -246,7 +247,7 @@ def kept_sets(out: Path) -> dict[str, int]:
     ):
         raise ValueError(f"{path} is damaged (no benchmarks in it): {remedy}")
     for name in benchmarks:
-        config.check_name(name, str(path))  # it names a file
+        settings_module.check_name(name, str(path))  # it names a file
     return {name: row["num_questions"] for name, row in benchmarks.items()}
 
 
@@ -415,7 +416,7 @@ def evaluate(args: argparse.Namespace) -> None:
         if name not in records and len(kept := read_records(out / f"{name}.jsonl")) == num_questions:
             records[name] = list(kept.values())  # a set of an earlier call stays in the table
     scores = score_records(records)
-    tree = config.to_dict(cfg)
+    tree = settings_module.to_dict(cfg)
     provenance = {
         "checkpoint": {"path": str(args.ckpt), "sha256": checkpoint},
         "config": tree,
@@ -456,7 +457,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     try:
-        config.refuse_dashes(sys.argv[1:] if argv is None else argv)
+        settings_module.refuse_dashes(sys.argv[1:] if argv is None else argv)
         args = parser.parse_intermixed_args(argv)
         evaluate(args)
     except RetrieverError as error:

@@ -39,6 +39,7 @@ from pydantic import BaseModel, Field, field_validator
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from lld import config
+from lld import settings as settings_module
 from lld.protocol import Passage
 
 GRACE_S = 30  # for requests under way when the server is told to stop
@@ -394,9 +395,9 @@ def parse_options(arguments: list[str] | None = None) -> tuple[config.Retriever,
         if not getattr(args, name) >= 0:
             raise ValueError(f"--{name.replace('_', '-')} = {getattr(args, name)}: must be 0 or more")
     given = {name: getattr(args, name) for name in kinds if getattr(args, name, None) is not None}
-    before = config.load(args.config) if args.config else config.Config()
-    return config.from_dict(
-        config.to_dict(before) | {"retriever": config.to_dict(before)["retriever"] | given}
+    before = settings_module.load(args.config) if args.config else config.Config()
+    return settings_module.from_dict(
+        settings_module.to_dict(before) | {"retriever": settings_module.to_dict(before)["retriever"] | given}
     ).retriever, args
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from lld import files
+from lld import files, settings
 
 # On shared cores OpenMP threads that spin while they wait made a step 20 times slower; must be set before
 # torch is imported.
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("overrides", nargs="*", metavar="section.option=value")
     try:
-        config.refuse_dashes(argv)
+        settings.refuse_dashes(argv)
     except ValueError as error:
         parser.error(runs.printable(error))
     args = parser.parse_intermixed_args(argv)
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> int:
             raise ValueError("give either --config CONFIG, or --replay BOX without --resume")
         if args.replay:
             return train(guard, crashbox.replay_options(args.replay, args.overrides), False, args.replay)
-        cfg = config.load(args.config, args.overrides)
+        cfg = settings.load(args.config, args.overrides)
         return plan.main(cfg) if args.plan else train(guard, cfg, args.resume)
     except ValueError as error:  # the user's; everything else is ours and keeps its traceback
         print(f"train.py: {runs.printable(error)}", file=sys.stderr)
@@ -517,7 +517,7 @@ def build(
         accelerator.init_trackers(
             "lld",
             config={
-                f"{s}.{k}": str(v) for s, options in config.to_dict(cfg).items() for k, v in options.items()
+                f"{s}.{k}": str(v) for s, options in settings.to_dict(cfg).items() for k, v in options.items()
             },
             init_kwargs={"wandb": {"name": run_dir.name, "dir": str(run_dir)}},
         )

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import torch
 
+from lld import settings
+
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import yaml
 from accelerate import Accelerator
 from conftest import make_lm, make_tokenizer
 
-from lld import config
 from lld.data import Question
 from lld.episode import Episode, Turn, collate
 from lld.policy import Policy
@@ -95,7 +96,7 @@ def two_steps(options: dict, micro_batch_size: int | None, advantages_PG=None):
     options = {section: dict(values) for section, values in options.items()}
     if micro_batch_size is not None:
         options["optim"] = options["optim"] | {"micro_batch_size": micro_batch_size}
-    cfg = config.from_dict(options)
+    cfg = settings.from_dict(options)
     accelerator = Accelerator(cpu=True)
     tokenizer = make_tokenizer()
     policy = accelerator.prepare(Policy(make_lm(tokenizer, scale=1.0)))

@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
-from lld import files
+from lld import files, settings
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
@@ -26,7 +26,6 @@ from gradients import OPTIONS, make_episodes
 from test_train import write_config
 from torch.distributed.tensor import DTensor
 
-from lld import config
 from lld.episode import collate
 from lld.policy import Policy
 from lld.record.metrics import summarize_updates
@@ -102,7 +101,7 @@ def three_steps(accelerator, case: str, sharded: bool) -> dict:
         name: value for name, value in changes.items() if name not in loss
     }
     rollout = {"num_questions": len(advantages), "group_size": 3}
-    cfg = config.from_dict(
+    cfg = settings.from_dict(
         OPTIONS | {"rollout": rollout, "optim": OPTIONS["optim"] | optim, "loss": OPTIONS["loss"] | loss}
     )
     tokenizer = make_tokenizer()

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from lld import config
+from lld import config, settings
 from lld.policy import check_fit, load_tokenizer
 
 YAMLS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -17,12 +17,12 @@ YAMLS = sorted((ROOT / "configs").glob("*.yaml"))
 
 @pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
 def test_shipped_configs_load_and_state_only_departures(path):
-    cfg = config.load(str(path))
-    defaults = config.to_dict(config.Config())
+    cfg = settings.load(str(path))
+    defaults = settings.to_dict(config.Config())
     for section, options in yaml.safe_load(path.read_text()).items():
         for name, value in options.items():
             if (section, name) not in {("run", "dir"), ("run", "seed")}:
-                assert config.to_dict(cfg)[section][name] != defaults[section][name], (
+                assert settings.to_dict(cfg)[section][name] != defaults[section][name], (
                     f"{section}.{name} is the default"
                 )
 
@@ -59,7 +59,7 @@ def test_every_recipe_names_its_row_and_the_average_that_the_paper_gives():
 
 @pytest.mark.parametrize("name", sorted(recipes()))
 def test_a_recipe_is_what_its_row_says(name):
-    cfg, (row, _) = config.load(str(ROOT / "configs" / f"{name}.yaml")), recipes()[name]
+    cfg, (row, _) = settings.load(str(ROOT / "configs" / f"{name}.yaml")), recipes()[name]
     loss, size = cfg.loss, "7B" if row[0] == "2" else "3B"
     model = (
         "meta-llama/Llama-3.2-3B" if row[0] == "4" else f"Qwen/Qwen2.5-{size}" + "-Instruct" * ("Ins" in row)
@@ -95,7 +95,7 @@ def test_a_recipe_is_what_its_row_says(name):
 
 
 def test_the_defaults_are_the_papers():
-    cfg = config.load(str(ROOT / "configs" / "3b.yaml"))
+    cfg = settings.load(str(ROOT / "configs" / "3b.yaml"))
     rollout, loss, optim = cfg.rollout, cfg.loss, cfg.optim
     assert (rollout.num_questions, rollout.group_size, rollout.max_turns, cfg.eval.max_turns) == (
         512,
@@ -127,11 +127,11 @@ def test_the_defaults_are_the_papers():
         loss.clip_high,
         loss.lld_normalizer,
     ) == (0.2, "action", 0.001, 0.2, 0.2, "preserved")
-    assert config.load(str(ROOT / "configs" / "7b-instruct.yaml")).loss.lld_weight == 0.3
-    first = config.load(str(ROOT / "configs" / "3b-instruct-v1.yaml")).loss
+    assert settings.load(str(ROOT / "configs" / "7b-instruct.yaml")).loss.lld_weight == 0.3
+    first = settings.load(str(ROOT / "configs" / "3b-instruct-v1.yaml")).loss
     # Beta 1: the first script masks no answers
     assert (first.lld_gate, first.lld_weight, first.lld_answer_weight) == ("response", 0.1, 1.0)
-    official = config.load(str(ROOT / "configs" / "3b-instruct-code.yaml"))
+    official = settings.load(str(ROOT / "configs" / "3b-instruct-code.yaml"))
     assert (
         official.loss.aggregation,
         official.loss.lld_normalizer,
@@ -234,18 +234,18 @@ def test_the_defaults_are_the_papers():
 )
 def test_bad_options_are_named(tree, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        config.from_dict(tree)
+        settings.from_dict(tree)
 
 
 def test_one_update_per_rollout_can_act_against_a_lagged_snapshot_or_without_llds():
-    config.from_dict({"optim": {"updates_per_rollout": 1}, "loss": {"lld_lag_steps": 1}})
-    config.from_dict({"optim": {"updates_per_rollout": 1}, "loss": {"lld_weight": 0.0}})
+    settings.from_dict({"optim": {"updates_per_rollout": 1}, "loss": {"lld_lag_steps": 1}})
+    settings.from_dict({"optim": {"updates_per_rollout": 1}, "loss": {"lld_weight": 0.0}})
 
 
 def test_overrides_beat_the_file_and_bad_ones_are_named(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("loss: {lld_weight: 0.3}\n")
-    cfg = config.load(
+    cfg = settings.load(
         str(path),
         ["loss.lld_weight=0.1", "optim.lr=1e-5", "eval.benchmarks.nq=here.jsonl", "retriever.corpus=null"],
     )
@@ -256,24 +256,24 @@ def test_overrides_beat_the_file_and_bad_ones_are_named(tmp_path):
         "optim.lr=.inf": "must be a finite number",
     }.items():
         with pytest.raises(ValueError, match=message):
-            config.load(str(path), [bad])
+            settings.load(str(path), [bad])
     for bad in ("loss", "nonsense=1", "loss.=1"):
         with pytest.raises(ValueError, match="write section.option=value"):
-            config.load(str(path), [bad])
+            settings.load(str(path), [bad])
     with pytest.raises(ValueError, match="no config file"):
-        config.load(str(tmp_path / "b.yaml"))
+        settings.load(str(tmp_path / "b.yaml"))
     path.write_text("loss: {lld_weight: 0.3}\nloss: {lld_gate: token}\n")
     with pytest.raises(ValueError, match="'loss' is given twice, the second time at line 2"):
-        config.load(str(path))
+        settings.load(str(path))
     path.write_text("loss: {lld_weight: [0.3\n")
     with pytest.raises(ValueError, match="is not valid YAML"):
-        config.load(str(path))
+        settings.load(str(path))
 
 
 def test_saved_options_load_again(tmp_path):
-    cfg = config.load(str(ROOT / "configs" / "tiny.yaml"), ["optim.lr=1e-6"])
-    config.save(cfg, tmp_path / "saved.yaml")
-    assert config.load(str(tmp_path / "saved.yaml")) == cfg
+    cfg = settings.load(str(ROOT / "configs" / "tiny.yaml"), ["optim.lr=1e-6"])
+    settings.save(cfg, tmp_path / "saved.yaml")
+    assert settings.load(str(tmp_path / "saved.yaml")) == cfg
 
 
 def test_every_option_is_read_somewhere():

@@ -5,9 +5,10 @@ import json
 import pytest
 
 from lld import protocol
-from lld.config import Retriever, from_dict
+from lld.config import Retriever
 from lld.retrieval.backends import open_retriever
 from lld.retrieval.controls import NOTHING
+from lld.settings import from_dict
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import torch
 import yaml
 
 import eval as command
-from lld import config, data, evaluate, policy, protocol
+from lld import config, data, evaluate, policy, protocol, settings
 from lld.data import Question
 from lld.engine.engine import Engine
 from lld.evaluate import bootstrap_interval, bootstrap_means, paper_averages, summarize
@@ -180,7 +180,7 @@ def read(out):
 
 
 def open_world(world):
-    cfg = config.load(str(world / "tiny.yaml"), [f"model.path={world / 'ckpt'}"])
+    cfg = settings.load(str(world / "tiny.yaml"), [f"model.path={world / 'ckpt'}"])
     tokenizer, lm = policy.load_tokenizer(cfg.model), policy.load_lm(cfg.model)
     engine = Engine(
         lm,
@@ -370,11 +370,11 @@ def test_records_hold_what_happened(whole):
 
 def test_evaluation_takes_its_own_number_of_turns(world):
     cfg, tokenizer, engine, search = open_world(world)
-    talk = config.from_dict(
-        config.to_dict(cfg)
+    talk = settings.from_dict(
+        settings.to_dict(cfg)
         | {
-            "eval": config.to_dict(cfg)["eval"] | {"max_turns": 1},
-            "rollout": config.to_dict(cfg)["rollout"] | {"max_turns": 3},
+            "eval": settings.to_dict(cfg)["eval"] | {"max_turns": 1},
+            "rollout": settings.to_dict(cfg)["rollout"] | {"max_turns": 3},
         }
     )
     with torch.no_grad():
@@ -746,7 +746,7 @@ def test_a_file_of_several_sources_gives_the_rows_of_its_name(tmp_path):
         for i, source in enumerate(["nq", "popqa", "nq"])
     ]
     (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    cfg = config.from_dict(
+    cfg = settings.from_dict(
         {
             "eval": {
                 "benchmarks": {"nq": str(tmp_path / "test.jsonl"), "musique": str(tmp_path / "test.jsonl")},
@@ -762,7 +762,7 @@ def test_a_file_of_several_sources_gives_the_rows_of_its_name(tmp_path):
 def test_a_gpu_evaluates_the_model_that_training_plays_with(world, monkeypatch):
     """Rotary frequencies rounded to bf16 are off by a radian at position 1,000: weights are cast, buffers
     never are."""
-    cfg = config.load(
+    cfg = settings.load(
         str(world / "tiny.yaml"), [f"model.path={world / 'ckpt'}", "model.mixed_precision=bf16"]
     )
     tokenizer, lm = policy.load_tokenizer(cfg.model), policy.load_lm(cfg.model)

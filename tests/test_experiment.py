@@ -14,7 +14,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from lld import config
+from lld import settings
 from lld.experiment import figure as outcome_figure
 from lld.experiment import grid, outcomes, runner
 
@@ -261,7 +261,7 @@ def test_a_run_made_with_other_options_is_not_counted_as_this_one(tmp_path, caps
 
 
 def test_what_a_resumed_run_may_change_makes_it_no_other_run():
-    assert set(config.RESUMABLE) <= set(grid.FREE)
+    assert set(settings.RESUMABLE) <= set(grid.FREE)
 
 
 def test_an_interrupt_ends_the_children(tmp_path, fake_train):

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from conftest import make_lm, make_tokenizer
 from gradients import make_episodes
 
-from lld import config
+from lld import settings as settings_module
 from lld.episode import Turn, collate
 from lld.influence import closed_form
 from lld.influence.closed_form import (
@@ -52,7 +52,7 @@ def exact_policy(seed=0):
 
 
 def options(aggregation="sequence_mean", temperature=1.0, **loss):
-    return config.from_dict(
+    return settings_module.from_dict(
         {
             "loss": {"aggregation": aggregation, **loss},
             "rollout": {"temperature": temperature},
@@ -284,7 +284,7 @@ def test_the_case_is_a_wrong_answer_with_the_first_search_of_a_correct_one():
 def test_each_question_is_updated_from_the_same_weights_which_are_put_back(optimizer):
     policy = Policy(make_lm(make_tokenizer(), hidden_size=32, scale=3.0))
     first, second = make_group(), make_group(torch.tensor([-0.5, 1.5, -0.5, -0.5]))
-    cfg = config.from_dict(
+    cfg = settings_module.from_dict(
         {
             "model": MODEL,
             "optim": {"max_grad_norm": 0.5, "weight_decay": 0.0},

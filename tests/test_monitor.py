@@ -14,7 +14,7 @@ from bench import alarm
 from conftest import ROOT, make_lm, make_tokenizer
 from gradients import OPTIONS, make_episodes
 
-from lld import config
+from lld import settings
 from lld.episode import ANSWER, SEARCH, THINK, Batch, collate
 from lld.record import metrics, monitor, phases, trajectories
 from lld.update import Scores
@@ -92,7 +92,7 @@ def test_what_counts_as_displaced_depends_on_the_type_of_the_computation(recorde
     )
     for half in (False, True):
         row = monitor.describe(
-            batch, dataclasses.replace(fallen, half=half), episodes, config.from_dict(OPTIONS)
+            batch, dataclasses.replace(fallen, half=half), episodes, settings.from_dict(OPTIONS)
         )
         assert [row[f"displaced/correct/{unit}"] for unit in ("tokens", "actions", "responses")] == [
             1.0 - half
@@ -163,20 +163,20 @@ def test_gates_are_watched_whether_llds_is_on_or_not(recorded):
     assert tolerant == pytest.approx(found, abs=1e-3)
     # LLDS compares with an older policy: every token fell by 0.01
     older = dataclasses.replace(scores, anchor_BT=scores.new_BT + 0.01)
-    row = monitor.describe(batch, older, episodes, config.from_dict(OPTIONS))
+    row = monitor.describe(batch, older, episodes, settings.from_dict(OPTIONS))
     assert [
         row[f"gate/{gate}/{what}"] for gate in open_tokens for what in ("open", "penalty")
     ] == pytest.approx([1.0, 0.01] * 3, rel=1e-4)
     assert (
         row["displacement/correct"]
-        == monitor.describe(batch, scores, episodes, config.from_dict(OPTIONS))["displacement/correct"]
+        == monitor.describe(batch, scores, episodes, settings.from_dict(OPTIONS))["displacement/correct"]
     )
 
 
 @pytest.mark.parametrize("kind", ["grpo", "gspo"])
 def test_likelihood_ratio_and_clip_agree_with_a_loop(recorded, kind):
     _, batch, scores = recorded
-    cfg = config.from_dict(OPTIONS | {"loss": OPTIONS["loss"] | {"kind": kind}})
+    cfg = settings.from_dict(OPTIONS | {"loss": OPTIONS["loss"] | {"kind": kind}})
     rows = list(range(12))
     found = monitor.policy_change(batch, scores, rows, cfg)
     ratios, clipped, entropies, new = [], 0, [], {"correct": [], "incorrect": [], "neutral": []}
@@ -251,7 +251,7 @@ def test_a_second_action_after_an_invalid_one_has_read_no_passage(recorded):
 
 def test_every_recorded_name_is_in_the_glossary(recorded):
     episodes, batch, scores = recorded
-    cfg = config.from_dict(OPTIONS)
+    cfg = settings.from_dict(OPTIONS)
     names = (
         monitor.describe(batch, scores, episodes, cfg).keys()
         | monitor.describe_update(batch, scores, 1, cfg).keys()
@@ -290,7 +290,7 @@ def test_the_sentinel_is_scored_under_the_policy_of_the_moment(tmp_path, recorde
     torch.save(monitor.pack_sentinel(sentinel), tmp_path / "state.pt")
     again = Batch(**torch.load(tmp_path / "state.pt", weights_only=True))
     policy = Policy(make_lm(tokenizer, scale=1.0).eval())
-    found = monitor.describe_sentinel(Accelerator(cpu=True), policy, again, config.from_dict(OPTIONS))
+    found = monitor.describe_sentinel(Accelerator(cpu=True), policy, again, settings.from_dict(OPTIONS))
     sums = []
     for row in right:
         ids = torch.tensor([episodes[row].prompt_ids + episodes[row].token_ids])

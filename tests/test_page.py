@@ -12,11 +12,12 @@ import subprocess
 import pytest
 import yaml
 
-from lld.config import Config, to_dict
+from lld.config import Config
 from lld.record import runs
 from lld.record.glossary import GLOSSARY
 from lld.record.metrics import described
 from lld.report import figure, page
+from lld.settings import to_dict
 
 HOSTILE = (
     "</script><script>document.title='owned'</script><img src=x "

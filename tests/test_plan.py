@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT, make_lm
 
-from lld import config
+from lld import config, settings
 from lld.engine import engine
 from lld.model import attention
 from lld.running import plan
@@ -20,7 +20,7 @@ ON_8 = ["plan.gpus=8", "plan.gpu_memory_gb=80", "plan.shard=fsdp"]
 
 
 def load(name: str, *overrides: str) -> config.Config:
-    return config.load(str(ROOT / "configs" / f"{name}.yaml"), list(overrides))
+    return settings.load(str(ROOT / "configs" / f"{name}.yaml"), list(overrides))
 
 
 def peak(cfg: config.Config) -> float:

@@ -5,7 +5,7 @@ import re
 import pytest
 from conftest import ROOT
 
-from lld import config
+from lld import config, settings
 from lld.record import glossary
 
 README = (ROOT / "README.md").read_text()
@@ -41,7 +41,7 @@ def test_every_config_is_named_and_every_config_named_loads():
     there = {path.stem for path in (ROOT / "configs").glob("*.yaml")}
     assert there - {"tiny"} <= named
     for name in re.findall(r"configs/(\w[\w-]*)\.yaml", README):
-        config.load(str(ROOT / "configs" / f"{name}.yaml"))
+        settings.load(str(ROOT / "configs" / f"{name}.yaml"))
 
 
 @pytest.mark.parametrize(

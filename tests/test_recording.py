@@ -6,9 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from lld.config import Retriever, from_dict
+from lld.config import Retriever
 from lld.protocol import Passage
 from lld.retrieval.recording import Recording
+from lld.settings import from_dict
 from lld.tools import RetrieverError, make_search
 
 

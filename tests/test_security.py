@@ -12,7 +12,7 @@ import pytest
 import yaml
 from test_report import full_rows, write_run
 
-from lld import config, evaluate, policy
+from lld import config, evaluate, policy, settings
 from lld.experiment import grid
 from lld.record import runs
 from lld.report import figure
@@ -74,7 +74,7 @@ def test_every_option_that_holds_text_is_known_as_code_or_write_read_or_word():
             if str in (kind, *typing.get_args(kind)):
                 found.append(f"{section.name}.{name}")
     assert sorted(found + ["model.trust_remote_code"]) == sorted(
-        config.CODE_AND_WRITES + config.READS + config.WORDS
+        settings.CODE_AND_WRITES + settings.READS + settings.WORDS
     )
 
 
@@ -83,7 +83,7 @@ def test_a_replay_takes_numbers_from_a_box_and_neither_code_nor_places(tmp_path)
     cfg = crashbox.replay_options(box, ["loss.lld_weight=0.7"])
     assert not [
         text
-        for text in texts(config.to_dict(cfg))
+        for text in texts(settings.to_dict(cfg))
         if "elsewhere" in text or "evil" in text or "wandb" in text
     ]
     assert (cfg.optim.lr, cfg.rollout.max_turns, cfg.retriever.topk, cfg.loss.lld_weight, cfg.run.steps) == (
@@ -269,7 +269,7 @@ def test_a_name_that_becomes_a_path_is_refused_where_it_leads_elsewhere(name, tm
         {"benchmarks": {name: "b.jsonl"}, "during_training": [name]},
     ):
         with pytest.raises(ValueError, match="eval.benchmarks: .* cannot name a file"):
-            config.from_dict({"eval": tree})
+            settings.from_dict({"eval": tree})
     for kind in ("worlds", "arms"):
         with pytest.raises(ValueError, match=f"{kind}: .* cannot name a folder"):
             grid._check_named({kind: {name: []}}, kind)
@@ -283,7 +283,7 @@ def test_paths_with_nul_and_numbers_beyond_any_use_are_refused():
         ({"run": {"watchdog_s": 1e300}}, "run.watchdog_s = 1e\\+300: must be at most"),
     ):
         with pytest.raises(ValueError, match=message):
-            config.from_dict(tree)
+            settings.from_dict(tree)
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_a_yaml_made_to_harm_is_refused_at_once(tmp_path, text, message):
     (tmp_path / "config.yaml").write_text(text)
     start = time.monotonic()
     with pytest.raises(ValueError, match=f"config.yaml is not valid YAML: (.|\n)*{message}"):
-        config.read_yaml(tmp_path / "config.yaml")
+        settings.read_yaml(tmp_path / "config.yaml")
     with pytest.raises(ValueError, match="config.yaml is damaged"):
         runs.read_options(tmp_path)
     assert time.monotonic() - start < 20
@@ -326,12 +326,12 @@ def test_the_option_that_is_meant_is_named():
         "nonsense=1": "write section.option=value",
     }.items():
         with pytest.raises(ValueError) as caught:
-            config.with_overrides({}, [override])
+            settings.with_overrides({}, [override])
         assert message in str(caught.value)
     for arguments in (["--run.steps", "3"], ["--run.steps=3"]):
         with pytest.raises(ValueError, match="options are written without dashes: run.steps=3"):
-            config.refuse_dashes(arguments)
-    config.refuse_dashes(["--config", "x.yaml", "run.steps=3", "--out", "a.b"])
+            settings.refuse_dashes(arguments)
+    settings.refuse_dashes(["--config", "x.yaml", "run.steps=3", "--out", "a.b"])
 
 
 # ---- a run's folder ----

@@ -17,7 +17,7 @@ from test_train import draw_nothing, refused, rows
 from transformers import AutoModelForCausalLM
 
 import train
-from lld import config
+from lld import config, settings
 from lld.evaluate import evaluate_questions
 from lld.running import checkpoint, sharding
 from lld.update import micro_batches, plan_updates
@@ -216,7 +216,7 @@ def test_a_checkpoint_of_shards_evaluates_identically(found, folder):
     """Criterion 6: `from_pretrained` opens what FSDP2 wrote; on the held-out questions it plays the very
     episodes the sharded run logged."""
     last = folder / "sharded" / "checkpoints" / f"step_{STEPS:06d}"
-    cfg = config.load(str(folder / "sharded.yaml"))
+    cfg = settings.load(str(folder / "sharded.yaml"))
     tokenizer, lm = (
         train.load_tokenizer(cfg.model),
         AutoModelForCausalLM.from_pretrained(last, attn_implementation="lld").eval(),

@@ -23,7 +23,7 @@ from test_train import Failing, draw_nothing, refused, rows, write_config
 from tqdm import tqdm
 
 import train
-from lld import config, files
+from lld import config, files, settings
 from lld.running import checkpoint, lock, provenance, survive
 
 STEPS = 4
@@ -203,7 +203,7 @@ def test_a_replay_of_a_box_in_use_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         train.crashbox,
         "replay_options",
-        lambda box, overrides: config.with_overrides({}, [f"run.dir={box}/replays/unchanged"]),
+        lambda box, overrides: settings.with_overrides({}, [f"run.dir={box}/replays/unchanged"]),
     )
     assert train.main(["--replay", str(tmp_path / "box")]) == 2 and "is in use by" in capsys.readouterr().err
     held.release()

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from conftest import make_lm, make_tokenizer
 from gradients import OPTIONS, Recorder, make_episodes, two_steps
 
-from lld import config, loss
+from lld import config, loss, settings
 from lld.episode import ANSWER, collate
 from lld.policy import Policy
 from lld.record import monitor
@@ -109,7 +109,7 @@ def test_passes_that_cannot_matter_are_not_made(updates, changes, share_scored, 
 
     Where the ratio divides by the sampler's log-probabilities LLDS and the recorder still need the trainer's.
     """
-    cfg = config.from_dict(
+    cfg = settings.from_dict(
         with_loss(lld_weight=0.0, **changes)
         | {"optim": {"updates_per_rollout": updates, "micro_batch_size": 2}}
     )
@@ -152,7 +152,7 @@ def test_a_policy_that_has_not_moved_has_displaced_nothing(old_logprobs, half):
     The sampler's log-probabilities differ by rounding, and half of such differences are falls.
     """
     loss_options = {"kl_weight": 0.0, "lld_weight": 1.0, "old_logprobs": old_logprobs}
-    cfg = config.from_dict(
+    cfg = settings.from_dict(
         {
             "loss": loss_options,
             "optim": {"updates_per_rollout": 4, "micro_batch_size": 2},
@@ -189,7 +189,7 @@ def test_a_policy_that_has_not_moved_has_displaced_nothing(old_logprobs, half):
 def test_rows_are_scored_in_the_micro_batches_of_their_update():
     """Only then is a difference between the two what the update did: kernels choose their order of sums by
     the shape of a batch."""
-    cfg = config.from_dict(
+    cfg = settings.from_dict(
         with_loss(lld_weight=0.5) | {"optim": {"updates_per_rollout": 3, "micro_batch_size": 3}}
     )
     tokenizer, asked = make_tokenizer(), {False: [], True: []}
@@ -247,7 +247,7 @@ def test_gradients_agree_with_a_naive_loss(aggregation, normalizer):
     denominator."""
     options = with_loss(aggregation=aggregation, lld_normalizer=normalizer)
     found, _, _ = two_steps(options, 4)
-    cfg = config.from_dict(options)
+    cfg = settings.from_dict(options)
     tokenizer = make_tokenizer()
     policy, reference = Policy(make_lm(tokenizer, scale=1.0)), Policy(make_lm(tokenizer, seed=1, scale=1.0))
     advantages = torch.tensor([1.0, -0.5, -0.5, 0.0, 0.0, 0.0, 1.1, 0.1, -1.2, -1.0, 0.5, 0.5])

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lld import config
+from lld import config, settings
 from lld.record.runs import read_rows
 
 KEYS = (
@@ -33,7 +33,7 @@ KEYS = (
 GRID_KEYS = ("worlds", "arms", "learning_rates", "seeds", "steps", "options")
 # What a resumed run may change, where a world lies and what only watches: none makes it another run.
 FREE = (
-    *config.RESUMABLE,
+    *settings.RESUMABLE,
     "tinyworld.dir",
     "model.path",
     "data.train",
@@ -184,7 +184,7 @@ def world_paths(base: config.Config, folder: Path) -> list[str]:
     if base.tinyworld.dir is None:
         return []
     home, moved = Path(base.tinyworld.dir), []
-    for section, options in config.to_dict(base).items():
+    for section, options in settings.to_dict(base).items():
         entries = [
             (f"{section}.{name}", value) for name, value in options.items() if not isinstance(value, dict)
         ]
@@ -203,7 +203,7 @@ def world_paths(base: config.Config, folder: Path) -> list[str]:
 def load_experiment(path: str | Path, out: str | None = None, worlds_dir: str | None = None) -> Experiment:
     """Reads and checks an experiment file, building the config of each run; ValueError names the place and
     the remedy."""
-    tree = config.read_yaml(path)
+    tree = settings.read_yaml(path)
     _check_keys(tree, KEYS, str(path))
     for name in ("base", "out"):
         if not isinstance(tree.get(name), str):
@@ -218,8 +218,8 @@ def load_experiment(path: str | Path, out: str | None = None, worlds_dir: str | 
     )
     out = Path(out or tree["out"]).resolve()
     worlds_dir = Path(worlds_dir).resolve() if worlds_dir else out / "worlds"
-    base_tree, runs = config.read_yaml(tree["base"]), {}
-    base = config.with_overrides(base_tree, [])
+    base_tree, runs = settings.read_yaml(tree["base"]), {}
+    base = settings.with_overrides(base_tree, [])
     for grid in _grids(tree, worlds, arms):
         points = [
             (seed, rate, world, arm)
@@ -248,7 +248,7 @@ def load_experiment(path: str | Path, out: str | None = None, worlds_dir: str | 
                     )
             overrides = [*asked, *own]
             try:
-                cfg = config.with_overrides(base_tree, overrides)
+                cfg = settings.with_overrides(base_tree, overrides)
             except ValueError as error:
                 raise ValueError(f"{path}: run {world}/{folder.name}: {error}") from None
             if folder in runs and runs[folder].cfg != cfg:
@@ -276,8 +276,8 @@ def check_made_alike(runs: Sequence[Run]) -> None:
         if not path.exists():
             continue
         # An option younger than the run had its default
-        made, default = config.read_yaml(path), config.to_dict(config.Config())
-        for section, options in config.to_dict(run.cfg).items():
+        made, default = settings.read_yaml(path), settings.to_dict(config.Config())
+        for section, options in settings.to_dict(run.cfg).items():
             for name, value in options.items():
                 own = made.get(section)
                 there = (

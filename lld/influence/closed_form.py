@@ -29,7 +29,7 @@ import torch
 from accelerate import Accelerator
 from torch.nn.functional import one_hot
 
-from lld import config, files, protocol
+from lld import files, protocol, settings
 from lld.advantages import group_advantages
 from lld.config import Config
 from lld.data import Question, load_questions, questions_of_step
@@ -532,7 +532,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     try:
-        config.refuse_dashes(sys.argv[1:] if argv is None else argv)
+        settings.refuse_dashes(sys.argv[1:] if argv is None else argv)
         args = parser.parse_intermixed_args(argv)
         out = out_file(args)
         figures = influence(args)

@@ -7,8 +7,9 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from lld.config import Config, parse_yaml, to_dict
+from lld.config import Config
 from lld.record.phases import COLLAPSE
+from lld.settings import parse_yaml, to_dict
 
 MAX_STEP = 10**9  # no run is as long
 LARGEST = 1e100  # drawn; sums of such numbers are still finite

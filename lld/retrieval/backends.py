@@ -29,7 +29,7 @@ import faiss
 import numpy as np
 import torch
 
-from lld.config import Config, Retriever, validate_retriever
+from lld.config import Config, Retriever
 from lld.protocol import Passage
 from lld.retrieval import memory
 from lld.retrieval.controls import EmptySearch, OracleSearch, RandomSearch
@@ -50,6 +50,7 @@ from lld.retrieval.index import (
     open_bm25,
     read_manifest,
 )
+from lld.settings import validate_retriever
 
 CHUNK_ROWS = 1 << 14  # vectors scored at once on the CPU: with QUERY_ROWS queries 16 MB of scores
 GPU_CHUNK_ROWS = 1 << 18  # and on a GPU

@@ -21,7 +21,7 @@ import yaml
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
 
-from lld import config
+from lld import config, settings
 from lld import files as files_module
 from lld.files import WriteError, fingerprint
 from lld.record import metrics, runs
@@ -330,7 +330,11 @@ def check_run_dir(run_dir: Path, cfg: config.Config, resume: bool) -> None:
         return
     if not log.exists():
         raise ValueError(f"--resume: run.dir = {run_dir} holds no run")
-    before, now, defaults = runs.read_options(run_dir), config.to_dict(cfg), config.to_dict(config.Config())
+    before, now, defaults = (
+        runs.read_options(run_dir),
+        settings.to_dict(cfg),
+        settings.to_dict(config.Config()),
+    )
     if not before:
         raise ValueError(
             f"--resume: {log} holds no options: restore it, or start a new run with model.path set to a "
@@ -340,18 +344,18 @@ def check_run_dir(run_dir: Path, cfg: config.Config, resume: bool) -> None:
         for name, value in options.items():
             # An option that is newer than the run had its default
             was = before.get(f"{section}.{name}", defaults[section][name])
-            if section != "plan" and f"{section}.{name}" not in config.RESUMABLE and was != value:
+            if section != "plan" and f"{section}.{name}" not in settings.RESUMABLE and was != value:
                 raise ValueError(
                     f"--resume: {section}.{name} was {was!r} and is {value!r} now; a resumed run keeps its "
                     f"options: give `--config {log} --resume`, which has them all (free to change: "
-                    f"{', '.join(config.RESUMABLE)})"
+                    f"{', '.join(settings.RESUMABLE)})"
                 )
 
 
 def begin_run(run_dir: Path, cfg: config.Config, first_step: int) -> None:
     """Writes what is run, and drops rows of steps that will be repeated."""
     files_module.replace_file(
-        run_dir / "config.yaml", yaml.safe_dump(config.to_dict(cfg), sort_keys=False), durable=True
+        run_dir / "config.yaml", yaml.safe_dump(settings.to_dict(cfg), sort_keys=False), durable=True
     )
     for name in ("metrics.jsonl", "updates.jsonl", "timings.jsonl"):
         metrics.truncate_rows(run_dir / name, lambda line: json.loads(line)["step"], first_step)

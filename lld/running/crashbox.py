@@ -17,7 +17,7 @@ from typing import Callable
 
 import torch
 
-from lld import config
+from lld import config, settings
 from lld.episode import Episode
 from lld.record import runs, trajectories
 from lld.running import checkpoint, sharding
@@ -62,7 +62,7 @@ class Recent:
             (aside / "episodes" / f"step_{number:06d}.jsonl").write_text(
                 "".join(trajectories.to_json(episode) + "\n" for episode in episodes)
             )
-        config.save(cfg, aside / "config.yaml")
+        settings.save(cfg, aside / "config.yaml")
         if (run_dir / "metrics.jsonl").exists():
             shutil.copy(run_dir / "metrics.jsonl", aside / "metrics.jsonl")
         for old in sorted(folder.parent.glob("step_??????"))[1:]:
@@ -164,13 +164,13 @@ def replay_options(box: Path, overrides: list[str]) -> config.Config:
     ]
     own += [] if "model.path" in given else [f"model.path={model}"]
     cfg, before = (
-        config.read_back(box / "config.yaml", [*overrides, *own], reads=False)[0],
-        config.read_back(box / "config.yaml", reads=False)[0],
+        settings.read_back(box / "config.yaml", [*overrides, *own], reads=False)[0],
+        settings.read_back(box / "config.yaml", reads=False)[0],
     )
     free = ("model.path", "model.trust_remote_code")  # who types them chooses them
     for section in ("data", "model", "rollout", "retriever", "tinyworld"):
-        for option, value in config.to_dict(cfg)[section].items():
-            if f"{section}.{option}" not in free and value != config.to_dict(before)[section][option]:
+        for option, value in settings.to_dict(cfg)[section].items():
+            if f"{section}.{option}" not in free and value != settings.to_dict(before)[section][option]:
                 raise ValueError(
                     f"--replay: {section}.{option} cannot be changed, the box's episodes were played with "
                     "the other value; loss, advantage, reward, optim and monitor can"

@@ -19,7 +19,7 @@ import torch
 import transformers
 from transformers.utils import cached_file
 
-from lld import config, files
+from lld import config, files, settings
 from lld.data import Question
 from lld.record import runs
 
@@ -139,7 +139,7 @@ def begin_session(
         if about
         else []
     )
-    was, options = runs.read_options(run_dir), runs._flat(config.to_dict(cfg))
+    was, options = runs.read_options(run_dir), runs._flat(settings.to_dict(cfg))
     changed = {
         name: [was[name], value]
         for name, value in json.loads(json.dumps(options)).items()

@@ -17,6 +17,8 @@ import sys
 import time
 from pathlib import Path
 
+from lld import settings
+
 ROOT = Path(__file__).parent.parent.parent
 PLAIN = {"mixed_precision": "no", "gradient_checkpointing": False}
 SIZES = {  # Qwen2 shapes for a CPU, and the options of the run
@@ -128,7 +130,7 @@ def options(size: str, gpu: bool):
     from conftest import make_tokenizer
     from transformers import AutoConfig
 
-    from lld import config, protocol
+    from lld import protocol
     from lld.running import plan
 
     if gpu and size not in TINY:
@@ -145,7 +147,7 @@ def options(size: str, gpu: bool):
             make_tokenizer().encode(protocol.INVALID_ACTION),
         )
     )
-    cfg = config.from_dict(
+    cfg = settings.from_dict(
         {
             "model": model,
             "rollout": {

@@ -25,6 +25,8 @@ import sys
 import time
 from pathlib import Path
 
+from lld import settings
+
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -36,7 +38,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from lld import config, policy, protocol
+from lld import policy, protocol
 from lld.data import load_questions
 from lld.engine.engine import Engine
 from lld.retrieval.corpus import Corpus
@@ -264,7 +266,7 @@ def main() -> None:
     }
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
-    cfg = config.load(str(args.out / "config.yaml"))
+    cfg = settings.load(str(args.out / "config.yaml"))
     seconds, start = {}, time.perf_counter()
     search = make_search(cfg.retriever)
     seconds["open retriever"] = time.perf_counter() - start

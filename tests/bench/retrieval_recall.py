@@ -24,10 +24,11 @@ from pathlib import Path
 
 import yaml
 
+from lld import settings
+
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lld import config
 from lld.retrieval.backends import open_retriever
 
 SHARED = ROOT.parent / "shared" / "data"
@@ -118,7 +119,7 @@ def main() -> None:
             )
             options["oracle_questions"] = str(merged)
         began = time.perf_counter()
-        retriever = open_retriever(config.from_dict({"retriever": options}).retriever)
+        retriever = open_retriever(settings.from_dict({"retriever": options}).retriever)
         opened_s, seconds, cells, totals = time.perf_counter() - began, 0.0, [], [(0, 0)] * 4
         for name, asked in questions.items():
             began = time.perf_counter()

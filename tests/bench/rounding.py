@@ -14,12 +14,14 @@ import dataclasses
 import sys
 from pathlib import Path
 
+from lld import settings
+
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 from accelerate import Accelerator
 
-from lld import config, loss, policy, protocol
+from lld import loss, policy, protocol
 from lld.advantages import group_advantages
 from lld.data import load_questions
 from lld.engine import decoder
@@ -177,7 +179,7 @@ if __name__ == "__main__":
         "retriever.corpus": world / "corpus.jsonl",
         "eval.benchmarks.tiny": world / "heldout.jsonl",
     }
-    cfg = config.load(
+    cfg = settings.load(
         str(Path(__file__).parents[2] / "configs" / "tiny.yaml"),
         [f"{name}={path}" for name, path in paths.items()],
     )

@@ -36,6 +36,8 @@ from pathlib import Path
 
 import torch
 
+from lld import settings as settings_module
+
 ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 # Group: (vocabulary, width, layers, rows, tokens scored in a row, prompt tokens, share of the tokens after
@@ -90,7 +92,6 @@ def make_rows(case) -> dict[str, torch.Tensor]:
 def our_step(lm, rows, optimizer, full: bool):
     from accelerate import Accelerator
 
-    from lld import config
     from lld.episode import Batch
     from lld.policy import Policy
     from lld.update import update_policy
@@ -114,7 +115,7 @@ def our_step(lm, rows, optimizer, full: bool):
             )
 
     B, width = rows["token_ids_BT"].shape
-    cfg = config.from_dict(
+    cfg = settings_module.from_dict(
         {
             "loss": {"kl_weight": 0.0, "lld_weight": 0.0, "old_logprobs": "sampler"},
             "optim": {"updates_per_rollout": 1, "micro_batch_size": B},

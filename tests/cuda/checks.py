@@ -16,6 +16,8 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from lld import settings
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -416,7 +418,7 @@ def make_world() -> None:
     """The tiny world of all runs, made on the CPU."""
     from lld.tinyworld import world
 
-    cfg = config.load(small("world"), [])
+    cfg = settings.load(small("world"), [])
     world.prepare(cfg.tinyworld, cfg.rollout, cfg.retriever.topk)
     questions = (FOLDER / "world" / "heldout.jsonl").read_text().splitlines(keepends=True)
     (FOLDER / "few.jsonl").write_text("".join(questions[:4]))
