@@ -27,7 +27,7 @@ from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
 from lld import files as files_module
-from lld import policy, protocol
+from lld import protocol
 from lld import settings as settings_module
 from lld.config import Config
 from lld.data import Question, load_benchmark
@@ -41,6 +41,7 @@ from lld.evaluate import (
     summarize,
 )
 from lld.files import replace_file
+from lld.model import load
 from lld.record import runs
 from lld.rollout import check_prompts
 from lld.running import checkpoint
@@ -82,7 +83,7 @@ def file_sha256(path: Path) -> str:
 def checkpoint_files(folder: Path) -> list[Path]:
     """Every file of a checkpoint that can change an answer; raises ValueError where there is no
     checkpoint."""
-    policy.check_folder(str(folder), "--ckpt", hub=False)
+    load.check_folder(str(folder), "--ckpt", hub=False)
     if (folder / "manifest.json").is_file():
         checkpoint.check(folder)
     paths = {path for pattern in CHECKPOINT_FILES for path in folder.glob(pattern) if path.is_file()}
@@ -266,8 +267,8 @@ def open_engine(cfg: Config, tokenizer, device: torch.device) -> Engine:
     """The engine with the checkpoint's model, the same as in training: bfloat16 on a GPU where training
     computes in it."""
     half = device.type == "cuda" and cfg.model.mixed_precision == "bf16"
-    lm = policy.engine_model(policy.load_lm(cfg.model), device, half=half, share=True)
-    policy.check_fit(lm, tokenizer, cfg.rollout.max_episode_tokens)
+    lm = load.engine_model(load.load_lm(cfg.model), device, half=half, share=True)
+    load.check_fit(lm, tokenizer, cfg.rollout.max_episode_tokens)
     return Engine(
         lm,
         tokenizer,
@@ -275,7 +276,7 @@ def open_engine(cfg: Config, tokenizer, device: torch.device) -> Engine:
         temperature=cfg.eval.temperature,
         top_p=cfg.eval.top_p,
         stop_strings=protocol.STOP_STRINGS,
-        eos_ids=policy.eos_ids(lm, tokenizer),
+        eos_ids=load.eos_ids(lm, tokenizer),
         cuda_graphs=cfg.rollout.cuda_graphs,
         max_tokens=cfg.rollout.max_episode_tokens,
     )
@@ -293,7 +294,7 @@ def play_missing(
     total = sum(map(len, benchmarks.values()))
     if num_done == total:
         return
-    tokenizer = policy.load_tokenizer(cfg.model)
+    tokenizer = load.load_tokenizer(cfg.model)
     for questions in benchmarks.values():
         check_prompts(tokenizer, questions, cfg.rollout.max_prompt_tokens)
     protocol.check_observation_budget(tokenizer, cfg.retriever.topk, cfg.rollout.max_observation_tokens)

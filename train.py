@@ -44,7 +44,8 @@ from lld.engine.engine import Engine
 from lld.episode import Batch, Episode, collate
 from lld.evaluate import evaluate_questions, summarize
 from lld.loss import answer_beta
-from lld.policy import Policy, check_fit, eos_ids, load_lm, load_tokenizer, read_shape
+from lld.model.load import check_fit, eos_ids, load_lm, load_tokenizer, read_shape
+from lld.policy import Policy
 from lld.record import metrics, monitor, phases, runs, trajectories
 from lld.report.figure import write_report
 from lld.reward import score_episodes

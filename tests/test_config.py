@@ -10,7 +10,7 @@ import yaml
 from conftest import ROOT
 
 from lld import config, settings
-from lld.policy import check_fit, load_tokenizer
+from lld.model.load import check_fit, load_tokenizer
 
 YAMLS = sorted((ROOT / "configs").glob("*.yaml"))
 

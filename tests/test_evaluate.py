@@ -16,10 +16,11 @@ import torch
 import yaml
 
 import eval as command
-from lld import config, data, evaluate, policy, protocol, settings
+from lld import config, data, evaluate, protocol, settings
 from lld.data import Question
 from lld.engine.engine import Engine
 from lld.evaluate import bootstrap_interval, bootstrap_means, paper_averages, summarize
+from lld.model import load
 from lld.reward import gold_in_results
 from lld.running import sharding
 from lld.tools import RetrieverError, Search
@@ -181,7 +182,7 @@ def read(out):
 
 def open_world(world):
     cfg = settings.load(str(world / "tiny.yaml"), [f"model.path={world / 'ckpt'}"])
-    tokenizer, lm = policy.load_tokenizer(cfg.model), policy.load_lm(cfg.model)
+    tokenizer, lm = load.load_tokenizer(cfg.model), load.load_lm(cfg.model)
     engine = Engine(
         lm,
         tokenizer,
@@ -189,7 +190,7 @@ def open_world(world):
         temperature=0.0,
         top_p=1.0,
         stop_strings=protocol.STOP_STRINGS,
-        eos_ids=policy.eos_ids(lm, tokenizer),
+        eos_ids=load.eos_ids(lm, tokenizer),
     )
     search = lambda queries: [
         [protocol.Passage("0", f'"Found"\n{query} was born in Arden.')] for query in queries
@@ -765,11 +766,11 @@ def test_a_gpu_evaluates_the_model_that_training_plays_with(world, monkeypatch):
     cfg = settings.load(
         str(world / "tiny.yaml"), [f"model.path={world / 'ckpt'}", "model.mixed_precision=bf16"]
     )
-    tokenizer, lm = policy.load_tokenizer(cfg.model), policy.load_lm(cfg.model)
+    tokenizer, lm = load.load_tokenizer(cfg.model), load.load_lm(cfg.model)
     asked, opened = [], []
-    make = policy.engine_model
+    make = load.engine_model
     monkeypatch.setattr(
-        policy,
+        load,
         "engine_model",
         lambda lm, device, **how: asked.append(device.type) or make(lm, torch.device("cpu"), **how),
     )

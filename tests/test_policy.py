@@ -9,7 +9,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lld import policy
 from lld.engine.decoder import head_logits
-from lld.policy import token_scores
+from lld.model import lm_head
+from lld.model.lm_head import token_scores
 
 
 def naive_scores(hidden_NC, head, targets_N, temperature, entropy_gradient):
@@ -38,7 +39,7 @@ def scores_and_gradients(score, dtype, temperature, entropy_gradient, bias, num_
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_slices_give_the_numbers_of_the_full_logits(temperature, entropy_gradient, bias, monkeypatch):
     """Three slices of 1,024, an online softmax over them, and a backward pass by hand."""
-    monkeypatch.setattr(policy, "SLICE_LOGITS", {"cpu": 1})
+    monkeypatch.setattr(lm_head, "SLICE_LOGITS", {"cpu": 1})
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         ours, naive = (
             scores_and_gradients(score, dtype, temperature, entropy_gradient, bias)
@@ -53,7 +54,7 @@ def test_slices_give_the_numbers_of_the_full_logits(temperature, entropy_gradien
 
 def test_logits_far_apart_neither_overflow_nor_lose_the_target(monkeypatch):
     """The largest logit comes in the last slice: what was summed before it shrinks to nothing, exactly."""
-    monkeypatch.setattr(policy, "SLICE_LOGITS", {"cpu": 1})
+    monkeypatch.setattr(lm_head, "SLICE_LOGITS", {"cpu": 1})
     head = torch.nn.Linear(1, 3000, bias=False)
     head.weight.data = torch.arange(3000.0)[:, None]
     logprob_N, entropy_N = token_scores(torch.ones(3, 1), head, torch.tensor([2999, 2998, 0]), 1.0, False)

@@ -12,8 +12,9 @@ import pytest
 import yaml
 from test_report import full_rows, write_run
 
-from lld import config, evaluate, policy, settings
+from lld import config, evaluate, settings
 from lld.experiment import grid
+from lld.model import load
 from lld.record import runs
 from lld.report import figure
 from lld.running import crashbox
@@ -462,11 +463,11 @@ def test_a_models_config_names_no_code(model):
         model, _attn_implementation="evil/kernel", attn_implementation="evil/kernel", auto_map=mapped
     )
     assert (
-        policy.read_shape(options)._attn_implementation
+        load.read_shape(options)._attn_implementation
         == "lld"
-        == policy.load_lm(options).config._attn_implementation
+        == load.load_lm(options).config._attn_implementation
     )
-    policy.load_tokenizer(options)
+    load.load_tokenizer(options)
     assert not (model / "PWNED").exists()
 
 
@@ -483,7 +484,7 @@ def test_a_models_config_names_no_code(model):
 )
 def test_a_config_that_breaks_the_loader_is_named(model, values):
     with pytest.raises(ValueError, match="cannot load the weights of model.path = .*model"):
-        policy.load_lm(change(model, **values))
+        load.load_lm(change(model, **values))
 
 
 def test_a_folder_without_a_model_says_which_one_is_meant(model, tmp_path, capsys, monkeypatch):
@@ -501,14 +502,14 @@ def test_a_folder_without_a_model_says_which_one_is_meant(model, tmp_path, capsy
     }.items():
         start = time.monotonic()
         with pytest.raises(ValueError, match=f"model.path = {where}: {message}"):
-            policy.load_tokenizer(config.Model(path=where))
+            load.load_tokenizer(config.Model(path=where))
         assert time.monotonic() - start < 1, "the hub is not asked for what can only be a folder"
         assert not capsys.readouterr().err
-    policy.check_folder("owner/name", "model.path =")
+    load.check_folder("owner/name", "model.path =")
     assert "model.path = owner/name: no such folder here; asking the hub" in capsys.readouterr().err
     for path in model.glob("tokenizer*"):
         path.unlink()
     with pytest.raises(
         ValueError, match="model' holds no tokenizer .* copy the one the model was trained with into it$"
     ):
-        policy.load_tokenizer(config.Model(path=str(model)))
+        load.load_tokenizer(config.Model(path=str(model)))

@@ -13,7 +13,7 @@ from torch.nn.functional import rms_norm, silu
 from lld.model import attention
 from lld.model.attention import Spans
 from lld.model.joined import KINDS, joined, neighbours
-from lld.policy import float32_logits
+from lld.model.lm_head import float32_logits
 
 LENGTH_BUCKET = 256  # the cache grows in steps of this many tokens
 FEW, LARGE = range(2, 129), 2**22  # rows and weights for which a CPU multiplies slice by slice

@@ -37,7 +37,9 @@ from lld.engine.engine import Engine
 from lld.episode import Batch, Episode, collate
 from lld.evaluate import options_of
 from lld.influence.view import compare, draw, print_case, print_summary, readable
-from lld.policy import Policy, check_fit, check_folder, eos_ids, load_lm, load_tokenizer, token_scores
+from lld.model.lm_head import token_scores
+from lld.model.load import check_fit, check_folder, eos_ids, load_lm, load_tokenizer
+from lld.policy import Policy
 from lld.record.monitor import PARTS, first_passages
 from lld.record.runs import printable
 from lld.reward import score_episodes

@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lld import config, policy
+from lld import config
 from lld.engine import decoder, engine
+from lld.model import lm_head, load
 from lld.retrieval import memory
 from lld.running import sharding
 from lld.tinyworld import world
@@ -96,7 +97,7 @@ def read_shape(cfg: config.Config) -> Shape:
         if not Path(path).exists() and published.is_file():
             options = json.loads(published.read_text())
             return shape_of(AutoConfig.for_model(options.pop("model_type"), **options))
-        return shape_of(policy.read_shape(cfg.model))
+        return shape_of(load.read_shape(cfg.model))
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(
             f"cannot read the shape of model.path = {path!r}: give a folder with its config.json, or put "
@@ -195,7 +196,7 @@ def estimate(cfg: config.Config, shape: Shape, setup: Setup) -> dict[str, dict[s
     }
 
     tokens, written = micro_batch(cfg)
-    width = min(V, max(1024, policy.SLICE_LOGITS.get("cuda" if setup.on_gpu else "cpu", 2**27) // written))
+    width = min(V, max(1024, lm_head.SLICE_LOGITS.get("cuda" if setup.on_gpu else "cpu", 2**27) // written))
     # In float32; the slice before is still there
     slices = (written * width * 12 if width < V else written * V * 8) + width * C * cast
     # What the final norm and the head read

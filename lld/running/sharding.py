@@ -15,7 +15,8 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lld.policy import Policy, engine_model
+from lld.model.load import engine_model
+from lld.policy import Policy
 
 
 def asked(name: str) -> bool:

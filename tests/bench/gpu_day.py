@@ -171,7 +171,8 @@ def gap() -> None:
     from conftest import make_lm, make_tokenizer
 
     from lld.engine.engine import Engine
-    from lld.policy import Policy, engine_model
+    from lld.model.load import engine_model
+    from lld.policy import Policy
 
     device, tokenizer = torch.device("cuda"), make_tokenizer()
     print("| computed in | tokens | mean gap | largest |\n|---|---|---|---|")

@@ -233,7 +233,8 @@ def play_and_learn(shape, cfg, gpu: bool, note) -> None:
     from lld.engine.engine import Engine
     from lld.episode import collate
     from lld.model import attention
-    from lld.policy import Policy, engine_model
+    from lld.model.load import engine_model
+    from lld.policy import Policy
     from lld.rollout import rollout
     from lld.running import optimizers
     from lld.update import score_rows, update_policy

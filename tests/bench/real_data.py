@@ -26,6 +26,7 @@ import time
 from pathlib import Path
 
 from lld import settings
+from lld.model import load
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -150,7 +151,7 @@ def parity(lm, tokenizer, search, cfg, num_questions: int) -> dict:
         temperature=0,
         top_p=1.0,
         stop_strings=protocol.STOP_STRINGS,
-        eos_ids=policy.eos_ids(lm, tokenizer),
+        eos_ids=load.eos_ids(lm, tokenizer),
     )
     episodes = rollout(
         engine,
@@ -174,7 +175,7 @@ def parity(lm, tokenizer, search, cfg, num_questions: int) -> dict:
                 torch.tensor([context]),
                 max_new_tokens=len(said),
                 do_sample=False,
-                eos_token_id=list(policy.eos_ids(lm, tokenizer)),
+                eos_token_id=list(load.eos_ids(lm, tokenizer)),
                 pad_token_id=tokenizer.pad_token_id,
             )[0, len(context) :].tolist()
             if generated != said:
@@ -275,7 +276,7 @@ def main() -> None:
         lm = make_policy(tokenizer, search, train, args.warm_start_steps)
         lm.save_pretrained(model_dir)
         tokenizer.save_pretrained(model_dir)
-    tokenizer, lm = policy.load_tokenizer(cfg.model), policy.load_lm(cfg.model).eval()
+    tokenizer, lm = load.load_tokenizer(cfg.model), load.load_lm(cfg.model).eval()
     start = time.perf_counter()
     found = parity(lm, tokenizer, search, cfg, args.parity)
     seconds["parity"] = time.perf_counter() - start

@@ -15,19 +15,21 @@ import sys
 from pathlib import Path
 
 from lld import settings
+from lld.model import lm_head, load
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 from accelerate import Accelerator
 
-from lld import loss, policy, protocol
+from lld import loss, protocol
 from lld.advantages import group_advantages
 from lld.data import load_questions
 from lld.engine import decoder
 from lld.engine.engine import Engine
 from lld.episode import Batch, collate
-from lld.policy import Policy, eos_ids, load_lm, load_tokenizer
+from lld.model.load import eos_ids, load_lm, load_tokenizer
+from lld.policy import Policy
 from lld.reward import score_episodes
 from lld.rollout import rollout
 from lld.tinyworld import world as tinyworld
@@ -44,7 +46,7 @@ def play(cfg, tokenizer, lm, half: bool) -> Batch:
     options, sampling = cfg.rollout, dict(temperature=1.0, top_p=1.0, stop_strings=protocol.STOP_STRINGS)
     with torch.autocast("cpu", torch.bfloat16, enabled=half):
         engine = Engine(
-            policy.engine_model(lm, CPU, half=half),
+            load.engine_model(lm, CPU, half=half),
             tokenizer,
             num_slots=80,
             eos_ids=eos_ids(lm, tokenizer),
@@ -73,14 +75,14 @@ def score(lm, batch: Batch, kind: str) -> torch.Tensor:
     lm = (
         copy.deepcopy(lm).double()
         if kind == "float64"
-        else policy.engine_model(lm, CPU, half=kind == "bf16 weights")
+        else load.engine_model(lm, CPU, half=kind == "bf16 weights")
     )
     with torch.autocast("cpu", torch.bfloat16, enabled=kind in ("autocast", "bf16 weights")):
         return Policy(lm).eval()(batch.token_ids_BT, batch.action_ids_BT > 0)[0].double()
 
 
 def gaps(cfg, tokenizer, lm) -> None:
-    kept_in_float32 = policy.float32_logits
+    kept_in_float32 = lm_head.float32_logits
     rounded = lambda hidden_NC, weight_VC: (hidden_NC @ weight_VC.T).float()
     say = lambda values_N: f"mean {values_N.abs().mean():.1e}, max {values_N.abs().max():.1e}"
     for name, function, kinds in (
@@ -88,7 +90,7 @@ def gaps(cfg, tokenizer, lm) -> None:
         ("bf16", kept_in_float32, ("autocast", "bf16 weights")),
         ("float32", kept_in_float32, ("float32",)),
     ):
-        policy.float32_logits = decoder.float32_logits = function
+        lm_head.float32_logits = decoder.float32_logits = function
         batch = play(cfg, tokenizer, lm, half=name != "float32")
         written_BT, exact_BT = batch.action_ids_BT > 0, score(lm, batch, "float64")
         for kind in kinds:

@@ -47,7 +47,7 @@ from lld import config
 from lld.engine import graphs
 from lld.engine.engine import Engine
 from lld.model import attention
-from lld.policy import engine_model
+from lld.model.load import engine_model
 
 SLOTS, LAYERS = 6, 2
 KINDS = {"qwen2": "Qwen2", "llama": "Llama", "qwen3": "Qwen3"}

@@ -1,0 +1,156 @@
+"""Log-probability and entropy of each target token, from slices of the LM head."""
+
+import torch
+from torch import nn
+
+# Logits in memory at once: 8 MB stay in a CPU's cache; elsewhere 2**27, to fill a GPU
+SLICE_LOGITS = {"cpu": 2**21}
+
+
+class TiedEmbedding(torch.autograd.Function):
+    """Rows of a weight that is the LM head's too: their gradient is added to the head's in place, where
+    autograd would make a second (V, C) matrix.
+
+    `tied` is a list for one forward pass: the head, whose backward pass always comes first, leaves its
+    gradient in it.
+    """
+
+    @staticmethod
+    def forward(ctx, weight_VC, token_ids, padding_idx, tied):
+        ctx.save_for_backward(token_ids)
+        ctx.shape, ctx.padding_idx, ctx.tied = weight_VC.shape, padding_idx, tied
+        return nn.functional.embedding(token_ids, weight_VC)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        (token_ids,) = ctx.saved_tensors
+        token_ids_N, grad_NC = token_ids.flatten(), grad.flatten(0, -2)
+        if ctx.padding_idx is not None:  # nn.Embedding does not train it
+            grad_NC = grad_NC * (token_ids_N != ctx.padding_idx)[:, None]
+        alone = not ctx.tied
+        weight_grad_VC = grad_NC.new_zeros(ctx.shape) if alone else ctx.tied.pop()
+        if grad.is_cuda:  # of the two ways to add rows, the one that always sums in the same order
+            weight_grad_VC.index_put_((token_ids_N,), grad_NC.to(weight_grad_VC.dtype), accumulate=True)
+        else:
+            weight_grad_VC.index_add_(0, token_ids_N, grad_NC.to(weight_grad_VC.dtype))
+        return weight_grad_VC if alone else None, None, None, None
+
+
+def token_scores(
+    hidden_NC: torch.Tensor,
+    head: nn.Linear,
+    targets_N: torch.Tensor,
+    temperature: float,
+    entropy_gradient: bool,
+    tied: list | None = None,
+):
+    """Log-probability of each target and entropy of its distribution, (N,) each, float32 at least; only a
+    slice of the logits is ever in memory.
+
+    Under autocast the head's weights are cast slice by slice. `tied`: see `TiedEmbedding`.
+    """
+    weight_VC = head.weight
+    if head.bias is not None:  # one more input that is always 1
+        hidden_NC, weight_VC = (
+            nn.functional.pad(hidden_NC, (0, 1), value=1.0),
+            torch.cat([weight_VC, head.bias[:, None]], 1),
+        )
+    if torch.is_autocast_enabled(hidden_NC.device.type):
+        hidden_NC = hidden_NC.to(torch.get_autocast_dtype(hidden_NC.device.type))
+    return TokenScores.apply(hidden_NC, weight_VC, targets_N, temperature, entropy_gradient, tied)
+
+
+class TokenScores(torch.autograd.Function):
+    """`token_scores` slice by slice over the vocabulary: an online softmax in the forward pass, the logits
+    computed again in the backward pass.
+
+    Slices of the vocabulary, not of the tokens: each weight is then read, and its gradient written, once a
+    pass.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_NC, weight_VC, targets_N, temperature, entropy_gradient, tied):
+        dtype = torch.promote_types(hidden_NC.dtype, torch.float32)
+        max_N = hidden_NC.new_full(targets_N.shape, torch.finfo(dtype).min, dtype=dtype)
+        # Sums of e^(l - max) and of e^(l - max) (l - max) so far; the target's l
+        sum_N, dot_N, target_N = (torch.zeros_like(max_N) for _ in range(3))
+        for start, _, logits_Nv in sliced_logits(hidden_NC, weight_VC, temperature):
+            inside_N, column_N1 = locate(targets_N, start, logits_Nv)
+            target_N = torch.where(inside_N, logits_Nv.gather(1, column_N1)[:, 0], target_N)
+            past_N, max_N = max_N, torch.maximum(max_N, logits_Nv.amax(1))
+            shrink_N = (past_N - max_N).exp()
+            exps_Nv = logits_Nv.sub_(max_N[:, None]).exp()
+            dot_N = shrink_N * (dot_N + sum_N * (past_N - max_N)) + logits_Nv.mul_(exps_Nv).sum(1)
+            sum_N = shrink_N * sum_N + exps_Nv.sum(1)
+        entropy_N = sum_N.log() - dot_N / sum_N
+        ctx.save_for_backward(hidden_NC, weight_VC, targets_N, max_N + sum_N.log(), entropy_N)
+        ctx.temperature, ctx.entropy_gradient, ctx.tied = temperature, entropy_gradient, tied
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy_N)
+        return target_N - max_N - sum_N.log(), entropy_N
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, logprob_grad_N, entropy_grad_N):
+        """d log p(target) / dl_v = [v is the target] - p_v and dH / dl_v = -p_v (log p_v + H)."""
+        hidden_NC, weight_VC, targets_N, normalizer_N, entropy_N = ctx.saved_tensors
+        hidden_grad_NC, weight_grad_VC = (
+            torch.zeros_like(hidden_NC, dtype=normalizer_N.dtype),
+            torch.empty_like(weight_VC),
+        )
+        for start, weight_vC, logits_Nv in sliced_logits(hidden_NC, weight_VC, ctx.temperature):
+            inside_N, column_N1 = locate(targets_N, start, logits_Nv)
+            logp_Nv = logits_Nv.sub_(normalizer_N[:, None])
+            pull_Nv = (
+                logprob_grad_N[:, None] + (logp_Nv + entropy_N[:, None]) * entropy_grad_N[:, None]
+                if ctx.entropy_gradient
+                else logprob_grad_N[:, None]
+            )
+            grad_Nv = (
+                logp_Nv.exp_()
+                .mul_(-pull_Nv)
+                .scatter_add_(1, column_N1, torch.where(inside_N, logprob_grad_N, 0.0)[:, None])
+            )
+            grad_Nv = (grad_Nv if ctx.temperature == 1 else grad_Nv.div_(ctx.temperature)).to(hidden_NC.dtype)
+            hidden_grad_NC += grad_Nv @ weight_vC
+            weight_grad_vC = weight_grad_VC[start : start + len(weight_vC)]
+            if weight_vC.dtype == weight_VC.dtype:
+                torch.mm(grad_Nv.T, hidden_NC, out=weight_grad_vC)
+            else:
+                weight_grad_vC.copy_(grad_Nv.T @ hidden_NC)
+        if ctx.tied is not None:
+            ctx.tied.append(weight_grad_VC)
+        return hidden_grad_NC.to(hidden_NC.dtype), weight_grad_VC, None, None, None, None
+
+
+def sliced_logits(hidden_NC: torch.Tensor, weight_VC: torch.Tensor, temperature: float):
+    """Yields (first id, weights (v, C) in the type of the states, logits (N, v) in float32 at least) of
+    slices of the vocabulary; the caller may write into the logits."""
+    width = max(1024, SLICE_LOGITS.get(hidden_NC.device.type, 2**27) // max(1, len(hidden_NC)))
+    for start in range(0, len(weight_VC), width):
+        weight_vC = weight_VC[start : start + width].to(hidden_NC.dtype)
+        logits_Nv = float32_logits(hidden_NC, weight_vC)
+        yield start, weight_vC, logits_Nv if temperature == 1 else logits_Nv.div_(temperature)
+
+
+def float32_logits(hidden_NC: torch.Tensor, weight_VC: torch.Tensor) -> torch.Tensor:
+    """hidden @ weight.T (N, V) in float32 at least, for states and weights of one type.
+
+    Products of half precision are summed in float32 anyway. Rounded to bf16 afterwards, a logit near 20 would
+    be off by up to .06 and log-probabilities by .02 on average, which is more than an update with a learning
+    rate of 1e-6 moves them.
+    """
+    if hidden_NC.dtype not in (torch.bfloat16, torch.float16):
+        return hidden_NC @ weight_VC.T
+    if hidden_NC.is_cuda:
+        return torch.mm(hidden_NC, weight_VC.T, out_dtype=torch.float32)
+    with torch.autocast(hidden_NC.device.type, enabled=False):  # a CPU has no such product
+        return hidden_NC.float() @ weight_VC.float().T
+
+
+def locate(targets_N: torch.Tensor, start: int, logits_Nv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether each target lies in this slice, and its column (N, 1) there (column 0 where it does not)."""
+    column_N = targets_N - start
+    inside_N = (column_N >= 0) & (column_N < logits_Nv.shape[1])
+    return inside_N, torch.where(inside_N, column_N, 0)[:, None]

@@ -1,0 +1,174 @@
+"""The Hugging Face model and its tokenizer: open them and check that they fit."""
+
+import copy
+import os
+import re
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+
+from lld.config import Model
+from lld.model import attention
+from lld.model.joined import join_weights
+
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model")
+
+
+def check_folder(where: str, option: str, hub: bool = True) -> None:
+    """Raises ValueError where `where` is, or can only be, a folder without a model, with the one that may be
+    meant.
+
+    What may be a hub name passes if `hub`, with a line that says so: the hub's answer to a misspelt folder
+    comes late and says little.
+    """
+    path = Path(where).expanduser()
+    if (path / "config.json").is_file():
+        return
+    if path.is_dir():
+        inside = sorted(
+            found.parent for pattern in ("*/config.json", "*/*/config.json") for found in path.glob(pattern)
+        )
+        remedy = f"did you mean {inside[-1]}?" if inside else "give a folder that from_pretrained opens"
+        raise ValueError(f"{option} {where}: no config.json in it; {remedy}")
+    there = sorted(found.parent.name for found in path.parent.glob("step_*/config.json"))
+    if there:
+        raise ValueError(f"{option} {where}: no such folder; {path.parent} holds {', '.join(there)}")
+    # As the hub does
+    named = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", where) and (
+        path.parent == Path() or not path.parent.is_dir()
+    )
+    if named and hub:
+        print(f"{option} {where}: no such folder here; asking the hub", file=sys.stderr)
+        return
+    remedy = (
+        "or a hub name such as Qwen/Qwen2.5-3B (which cannot begin with the name of a folder here)"
+        if hub
+        else f"or for a hub name: `hf download {where if named else 'NAME'} --local-dir DIR`"
+    )
+    raise ValueError(f"{option} {where}: no such folder; give one that from_pretrained opens, {remedy}")
+
+
+def load_tokenizer(options: Model):
+    """The tokenizer of a model; raises ValueError where it has no EOS, and pads with EOS where it has no pad
+    token."""
+    folder = Path(options.path)
+    if not any(found for name in TOKENIZER_FILES for found in folder.glob(name)):
+        check_folder(options.path, "model.path =")
+        if folder.is_dir():
+            raise ValueError(
+                f"model.path = {options.path!r} holds no tokenizer ({', '.join(TOKENIZER_FILES)}): copy "
+                "the one the model was trained with into it"
+            )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(options.path, trust_remote_code=options.trust_remote_code)
+    except Exception as error:  # whatever a damaged or hostile file makes of it: transformers checks little
+        raise ValueError(
+            f"cannot open the tokenizer of model.path = {options.path!r}: give a hub name or a folder with "
+            f"a model and its tokenizer ({type(error).__name__}: {error})"
+        ) from None
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"the tokenizer of {options.path} has no EOS token, so no turn could end by itself; set "
+            "`eos_token` in its tokenizer_config.json"
+        )
+    if tokenizer.pad_token_id is None:
+        # Harmless here: masks are recorded when a token is born and never inferred from pad ids.
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def read_shape(options: Model) -> PreTrainedConfig:
+    """The model's config.json, but for its word on how attention is computed: there a file may name a kernel
+    on the hub, which is code."""
+    shape = AutoConfig.from_pretrained(options.path, trust_remote_code=options.trust_remote_code)
+    shape._attn_implementation = attention.NAME
+    if getattr(shape, "quantization_config", None):
+        raise ValueError(
+            "its weights are quantized (quantization_config), and cannot be trained: give the model they "
+            "were made from"
+        )
+    return shape
+
+
+def load_lm(options: Model):
+    """The causal language model from the hub or a folder, float32, on the CPU.
+
+    float32, because at a learning rate of 1e-6 bfloat16 weights would round every update away; compute may be
+    bf16 by autocast. Attention is lld/model/attention.py's, for the engine's masks and for packed rows. Raises
+    ValueError where weights are missing, damaged or of another shape: transformers would fill the gaps with
+    random numbers.
+    """
+    # Accelerate's launcher turns it on, and then transformers gives all processes but one empty weights
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    try:
+        lm, found = AutoModelForCausalLM.from_pretrained(
+            options.path,
+            config=read_shape(options),
+            dtype=torch.float32,
+            attn_implementation=attention.NAME,
+            trust_remote_code=options.trust_remote_code,
+            output_loading_info=True,
+        )
+    except Exception as error:  # whatever a damaged or hostile file makes of it: transformers checks little
+        raise ValueError(
+            f"cannot load the weights of model.path = {options.path!r}: {type(error).__name__}: {error}"
+        ) from None
+    wrong = sorted(
+        str(key) for kind in ("missing_keys", "mismatched_keys", "unexpected_keys") for key in found[kind]
+    )
+    if wrong:
+        raise ValueError(
+            f"model.path = {options.path!r}: weights and config.json are not of the same model "
+            f"({len(wrong)} tensors differ, the first is {wrong[0]})"
+        )
+    return lm
+
+
+def eos_ids(lm, tokenizer) -> tuple[int, ...]:
+    """Every id that ends a turn: the tokenizer's EOS, the generation config's, and the chat format's end of
+    turn."""
+    configured = lm.generation_config.eos_token_id
+    ids = {tokenizer.eos_token_id, *(configured if isinstance(configured, (list, tuple)) else [configured])}
+    if tokenizer.chat_template is not None:
+        vocabulary = tokenizer.get_vocab()
+        ids |= {vocabulary.get(token) for token in ("<|im_end|>", "<|eot_id|>")}
+    return tuple(sorted(i for i in ids if i is not None))
+
+
+def check_fit(lm, tokenizer, max_episode_tokens: int) -> None:
+    """Raises ValueError where tokenizer and model do not belong together or the context is too short for an
+    episode."""
+    vocabulary = lm.get_input_embeddings().num_embeddings
+    if len(tokenizer) > vocabulary:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens but the model embeds {vocabulary}: they are not of "
+            "the same model"
+        )
+    context = getattr(lm.config, "max_position_embeddings", None)
+    if context is not None and max_episode_tokens > context:
+        raise ValueError(
+            f"rollout.max_episode_tokens = {max_episode_tokens} exceeds the model's context of {context}"
+        )
+
+
+def engine_model(lm: nn.Module, device: torch.device, *, half: bool, share: bool = False) -> nn.Module:
+    """A frozen copy of `lm` as the engine reads it, in training as in evaluation: on `device`, in bfloat16
+    where `half`.
+
+    Buffers keep their type: bf16 is too coarse for rotary frequencies (with Qwen2.5's, 1.15 rad off at
+    position 1,000). With `share`, weights that need neither another place nor another type are those of `lm`,
+    not copies.
+    """
+    dtype = torch.bfloat16 if half else torch.float32
+    weights = {
+        id(weight): nn.Parameter(weight.detach().to(device, dtype, copy=not share), requires_grad=False)
+        for weight in lm.parameters()
+    }
+    # Deepcopy takes these for copies made already, tied ones once
+    copied = copy.deepcopy(lm, weights).to(device).eval()
+    if device.type == "cuda":
+        join_weights(copied)
+    return copied
