@@ -20,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from lld import files, settings
+from lld.record import sentinel as sentinel_module
 
 # On shared cores OpenMP threads that spin while they wait made a step 20 times slower; must be set before
 # torch is imported.
@@ -351,9 +352,11 @@ def learn(
     if due(step, cfg.monitor.rescore_every):
         scores.final_BT = score_batch(accelerator, parts.policy, batch, cfg, cfg.optim.updates_per_rollout)
     if parts.sentinel is None and cfg.monitor.sentinel_every:
-        parts.sentinel = monitor.choose_sentinel(batch, scores.old_BT, episodes, cfg.monitor.sentinel_size)
+        parts.sentinel = sentinel_module.choose_sentinel(
+            batch, scores.old_BT, episodes, cfg.monitor.sentinel_size
+        )
     if parts.sentinel is not None and due(step, cfg.monitor.sentinel_every):
-        row |= monitor.describe_sentinel(accelerator, parts.policy, parts.sentinel, cfg)
+        row |= sentinel_module.describe_sentinel(accelerator, parts.policy, parts.sentinel, cfg)
     clock.lap("rescore")
     row |= metrics.summarize_updates(update_rows) | monitor.describe(batch, scores, episodes, cfg)
     update_rows = [
@@ -844,7 +847,7 @@ def shared_state(parts: Parts) -> dict:
         "rng": torch.get_rng_state(),
         "shapes": sharding.shapes(parts.bare),
         "proven": parts.proven,
-        "sentinel": monitor.pack_sentinel(parts.sentinel),
+        "sentinel": sentinel_module.pack_sentinel(parts.sentinel),
     }
 
 
@@ -895,7 +898,7 @@ def not_finite(parts: Parts, cfg: config.Config, row: dict, batch: Batch) -> str
     if parts.idle_steps == MAX_IDLE_STEPS:
         return f"no update could be made in {parts.idle_steps} steps: every gradient was not finite"
     if step + 1 == cfg.run.steps:  # no later update will tell
-        few = monitor.take(batch, list(range(min(len(batch.names), parts.accelerator.num_processes))))
+        few = sentinel_module.take(batch, list(range(min(len(batch.names), parts.accelerator.num_processes))))
         if not score_batch(parts.accelerator, parts.policy, few, cfg).isfinite().all():
             return "log-probabilities are not finite after the last update"
         parts.proven = cfg.run.steps

@@ -17,6 +17,7 @@ from gradients import OPTIONS, make_episodes
 from lld import settings
 from lld.episode import ANSWER, SEARCH, THINK, Batch, collate
 from lld.record import metrics, monitor, phases, trajectories
+from lld.record import sentinel as sentinel_module
 from lld.update import Scores
 
 ADVANTAGES_PG = torch.tensor([[1.0, -0.5, -0.5], [0.0, 0.0, 0.0], [1.1, 0.1, -1.2], [-1.0, 0.5, 0.5]])
@@ -284,13 +285,15 @@ def test_the_sentinel_is_scored_under_the_policy_of_the_moment(tmp_path, recorde
     batch = collate(episodes, ADVANTAGES_PG, tokenizer.pad_token_id)
     # The whole distribution's; made-up episodes were sampled at -1 of a cut one
     old_BT = torch.where(batch.action_ids_BT > 0, -0.5, 0.0)
-    sentinel = monitor.choose_sentinel(batch, old_BT, episodes, 2)
+    sentinel = sentinel_module.choose_sentinel(batch, old_BT, episodes, 2)
     right = [row for row, episode in enumerate(episodes) if episode.answer == "a"][:2]
     assert sentinel.names == tuple(batch.names[row] for row in right)
-    torch.save(monitor.pack_sentinel(sentinel), tmp_path / "state.pt")
+    torch.save(sentinel_module.pack_sentinel(sentinel), tmp_path / "state.pt")
     again = Batch(**torch.load(tmp_path / "state.pt", weights_only=True))
     policy = Policy(make_lm(tokenizer, scale=1.0).eval())
-    found = monitor.describe_sentinel(Accelerator(cpu=True), policy, again, settings.from_dict(OPTIONS))
+    found = sentinel_module.describe_sentinel(
+        Accelerator(cpu=True), policy, again, settings.from_dict(OPTIONS)
+    )
     sums = []
     for row in right:
         ids = torch.tensor([episodes[row].prompt_ids + episodes[row].token_ids])

@@ -1,0 +1,48 @@
+"""The sentinel: early correct episodes, re-scored as training goes on."""
+
+import dataclasses
+
+import torch
+
+from lld.episode import Batch, Episode
+from lld.record.monitor import BATCH_FIELDS, is_right
+from lld.update import score_batch
+
+
+def choose_sentinel(batch: Batch, old_BT: torch.Tensor, episodes: list[Episode], size: int) -> Batch | None:
+    """The first `size` right episodes of a rollout as a batch of their own; None where there is none.
+
+    In place of the sampler's log-probabilities, which with top_p < 1 are those of the cut distribution, it
+    holds `old_BT`.
+    """
+    rows = [
+        row for row, episode in enumerate(episodes) if is_right(episode) and old_BT[row].isfinite().all()
+    ][:size]
+    if not rows:
+        return None
+    return take(dataclasses.replace(batch, sampled_logprobs_BT=old_BT), rows)
+
+
+def take(batch: Batch, rows: list[int]) -> Batch:
+    """Some rows of a batch as one of their own."""
+    return Batch(
+        *(
+            tuple(batch.names[row] for row in rows) if name == "names" else getattr(batch, name)[rows]
+            for name in BATCH_FIELDS
+        )
+    )
+
+
+def describe_sentinel(accelerator, policy, sentinel: Batch, cfg) -> dict[str, float]:
+    """Mean log-likelihood per token of the sentinel now, and its change since its episodes were sampled."""
+    written_BT = sentinel.action_ids_BT > 0
+    now_N = score_batch(accelerator, policy, sentinel, cfg)[written_BT].double()
+    return {
+        "sentinel/likelihood": float(now_N.mean()),
+        "sentinel/displacement": float((now_N - sentinel.sampled_logprobs_BT[written_BT]).mean()),
+    }
+
+
+def pack_sentinel(sentinel: Batch | None) -> dict | None:
+    """The sentinel as a checkpoint holds it: tensors and strings."""
+    return None if sentinel is None else {name: getattr(sentinel, name) for name in BATCH_FIELDS}
