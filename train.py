@@ -19,9 +19,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from lld import files, settings
-from lld.record import sentinel as sentinel_module
-
 # On shared cores OpenMP threads that spin while they wait made a step 20 times slower; must be set before
 # torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -38,7 +35,7 @@ from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gath
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from lld import config, protocol
+from lld import config, files, protocol, settings
 from lld.advantages import group_advantages
 from lld.data import Question, load_benchmark, load_questions, questions_of_step
 from lld.engine.engine import Engine
@@ -48,6 +45,7 @@ from lld.loss import answer_beta
 from lld.model.load import check_fit, eos_ids, load_lm, load_tokenizer, read_shape
 from lld.policy import Policy
 from lld.record import metrics, monitor, phases, runs, trajectories
+from lld.record import sentinel as sentinel_module
 from lld.report.figure import write_report
 from lld.reward import score_episodes
 from lld.rollout import check_prompts, rollout

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import torch
 
-from lld import settings
-
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import yaml
 from accelerate import Accelerator
 from conftest import make_lm, make_tokenizer
 
+from lld import settings
 from lld.data import Question
 from lld.episode import Episode, Turn, collate
 from lld.policy import Policy

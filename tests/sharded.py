@@ -14,8 +14,6 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
-from lld import files, settings
-
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import torch
@@ -26,6 +24,7 @@ from gradients import OPTIONS, make_episodes
 from test_train import write_config
 from torch.distributed.tensor import DTensor
 
+from lld import files, settings
 from lld.episode import collate
 from lld.policy import Policy
 from lld.record.metrics import summarize_updates

@@ -10,8 +10,8 @@ both ways the numbers agree to rounding.
 import torch
 from torch.nn.functional import rms_norm, silu
 
+from lld.engine.spans import Spans
 from lld.model import attention
-from lld.model.attention import Spans
 from lld.model.joined import KINDS, joined, neighbours
 from lld.model.lm_head import float32_logits
 

@@ -23,7 +23,7 @@ import torch
 from lld.engine.decoder import Decoder, SlotCache, head_logits
 from lld.engine.graphs import DecodeGraphs, bucket
 from lld.engine.sampling import sample_tokens
-from lld.model.attention import Spans
+from lld.engine.spans import Spans
 
 PASS_TOKENS = 16384  # at most this many tokens in one pass, or one row that alone has more
 

@@ -12,7 +12,7 @@ from typing import Callable
 import torch
 
 from lld.engine.decoder import LENGTH_BUCKET, head_logits
-from lld.model.attention import Spans, reads_exactly
+from lld.engine.spans import Spans, reads_exactly
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96)  # and multiples of 64 from 128 on
 REPEATS = 16  # steps of a shape before it is captured: a capture costs about as much as a few steps

@@ -25,9 +25,6 @@ import sys
 import time
 from pathlib import Path
 
-from lld import settings
-from lld.model import load
-
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -39,9 +36,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from lld import policy, protocol
+from lld import policy, protocol, settings
 from lld.data import load_questions
 from lld.engine.engine import Engine
+from lld.model import load
 from lld.retrieval.corpus import Corpus
 from lld.rollout import rollout
 from lld.tinyworld import world

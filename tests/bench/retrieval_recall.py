@@ -24,11 +24,10 @@ from pathlib import Path
 
 import yaml
 
-from lld import settings
-
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
+from lld import settings
 from lld.retrieval.backends import open_retriever
 
 SHARED = ROOT.parent / "shared" / "data"

@@ -14,20 +14,18 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from lld import settings
-from lld.model import lm_head, load
-
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 from accelerate import Accelerator
 
-from lld import loss, protocol
+from lld import loss, protocol, settings
 from lld.advantages import group_advantages
 from lld.data import load_questions
 from lld.engine import decoder
 from lld.engine.engine import Engine
 from lld.episode import Batch, collate
+from lld.model import lm_head, load
 from lld.model.load import eos_ids, load_lm, load_tokenizer
 from lld.policy import Policy
 from lld.reward import score_episodes

@@ -36,10 +36,10 @@ from pathlib import Path
 
 import torch
 
-from lld import settings as settings_module
-
 ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from lld import settings as settings_module
+
 # Group: (vocabulary, width, layers, rows, tokens scored in a row, prompt tokens, share of the tokens after
 # the prompt that the model wrote)
 CASES = {

@@ -16,8 +16,6 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lld import settings
-
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -43,8 +41,9 @@ from test_train import write_config
 
 import lld.engine.decoder
 import lld.engine.engine
-from lld import config
+from lld import config, settings
 from lld.engine import graphs
+from lld.engine import spans as spans_module
 from lld.engine.engine import Engine
 from lld.model import attention
 from lld.model.load import engine_model
@@ -163,8 +162,8 @@ def sampling() -> dict:
 
 def with_flash_attn():
     """The package where there is one, else its stand-in."""
-    if attention.flash_attn_with_kvcache is None:
-        attention.flash_attn_with_kvcache = kvcache.flash_attn_with_kvcache
+    if spans_module.flash_attn_with_kvcache is None:
+        spans_module.flash_attn_with_kvcache = kvcache.flash_attn_with_kvcache
 
 
 def flash_attn() -> dict:
@@ -173,7 +172,7 @@ def flash_attn() -> dict:
     tokenizer, found = make_tokenizer(), {}
     graphs.REPEATS = 3
     lm = make("qwen2", torch.bfloat16, len(tokenizer))
-    before = attention.flash_attn_with_kvcache
+    before = spans_module.flash_attn_with_kvcache
     with device():
         lm = engine_model(lm, torch.device("cuda"), half=True)
         with_flash_attn()
@@ -184,7 +183,7 @@ def flash_attn() -> dict:
         found["graphs"] = compare(expected, play(lm, tokenizer, cuda_graphs=True, max_tokens=300)) | {
             "seen": seen()
         }
-    attention.flash_attn_with_kvcache = before
+    spans_module.flash_attn_with_kvcache = before
     return found
 
 
@@ -196,13 +195,13 @@ def decoding() -> dict:
     graphs.REPEATS, found = 3, {}
     if not REAL:
         rollout_gpu.BYTES, rollout_gpu.SIDE = 1 << 16, 64
-    before = attention.flash_attn_with_kvcache
+    before = spans_module.flash_attn_with_kvcache
     with device():
         with_flash_attn()
         for mode in rollout_gpu.MODES:
             SIM.reset()
             found[mode] = rollout_gpu.measure_decode("tiny", 3, mode, context=20, steps=2) | {"seen": seen()}
-    attention.flash_attn_with_kvcache = before
+    spans_module.flash_attn_with_kvcache = before
     return found
 
 
@@ -211,7 +210,7 @@ def attending() -> dict:
     several.
     """
     counts, ends, found = [1, 1, 5, 3], [300, 7, 140, 3], {}
-    before = attention.flash_attn_with_kvcache
+    before = spans_module.flash_attn_with_kvcache
     torch.manual_seed(0)
     shapes = (sum(counts), 4, 16), (len(counts), 512, 2, 16), (len(counts), 512, 2, 16)
     for name, dtype in (
@@ -223,15 +222,15 @@ def attending() -> dict:
         rows = zip(query.float().split(counts), keys.float(), values.float(), ends)
         expected = torch.cat([varlen.attend(q, k[:end], v[:end], True, None)[0] for q, k, v, end in rows])
         with device():
-            attention.flash_attn_with_kvcache = before
+            spans_module.flash_attn_with_kvcache = before
             if name == "flash-attn":
                 with_flash_attn()
             told = [torch.tensor(numbers, device="cuda") for numbers in (ends, counts)]
             SIM.reset()
-            spans = attention.Spans(ends, counts, *told, dtype)
+            spans = spans_module.Spans(ends, counts, *told, dtype)
             attended = spans.attend(*(x.to("cuda") for x in (query, keys, values)), None)
             found[name] = {"seen": seen(), "error": float((attended.float().cpu() - expected).abs().max())}
-    attention.flash_attn_with_kvcache = before
+    spans_module.flash_attn_with_kvcache = before
     return found
 
 
