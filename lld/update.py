@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 from accelerate.utils import gather_object
+from torch.distributed.fsdp import FSDPModule
 
 from lld import loss
 from lld.config import Config, Optim
 from lld.episode import ANSWER, Batch
-from lld.running.sharding import is_sharded
 
 
 def learning_rate(step: int, optim: Optim) -> float:
@@ -234,7 +234,7 @@ def update_policy(
                 part["action_ids_BT"] = torch.zeros_like(part["action_ids_BT"])
             width = part["token_ids_BT"].shape[1]
             # Shards are reduced each time: a whole gradient is what does not fit
-            with nullcontext() if number == most - 1 or is_sharded(policy) else accelerator.no_sync(policy):
+            with nullcontext() if number == most - 1 or isinstance(policy, FSDPModule) else accelerator.no_sync(policy):
                 with accelerator.autocast():
                     logprobs_BT, entropies_BT = policy(
                         part["token_ids_BT"],

@@ -24,9 +24,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 sys.path[:0] = [str(Path(__file__).parent.parent.parent), str(Path(__file__).parent)]
 from rollout_speed import shaped_tokenizer
 
-from lld.engine import graphs
+from lld.engine import graphs, spans
 from lld.engine.engine import Engine
-from lld.model import attention
 from lld.model.joined import join_weights
 
 SHAPES = {  # hidden, ffn, layers, heads, key heads, vocabulary
@@ -102,7 +101,7 @@ def measure_decode(
 
     `mode` is one of MODES. Raises ValueError where flash-attn is asked for and not installed.
     """
-    kernel = attention.flash_attn_with_kvcache
+    kernel = spans.flash_attn_with_kvcache
     if mode.startswith("flash-attn") and kernel is None:
         raise ValueError(f"mode = {mode!r}: flash-attn is not installed (requirements-gpu.txt)")
     hidden, _, layers, heads, key_heads, vocabulary = SHAPES[shape]
@@ -110,7 +109,7 @@ def measure_decode(
     num_weights = sum(p.numel() for p in lm.parameters()) - vocabulary * hidden  # the embedding is looked up
     kept = 2 * 2 * layers * key_heads * (hidden // heads)  # bytes of a token's keys and values
     options = {"num_slots": slots, "temperature": 0, "top_p": 1.0, "stop_strings": (), "eos_ids": ()}
-    attention.flash_attn_with_kvcache = kernel if mode.startswith("flash-attn") else None
+    spans.flash_attn_with_kvcache = kernel if mode.startswith("flash-attn") else None
     try:
         graphed = mode.endswith("graphs")
         tokenizer = shaped_tokenizer(40)
@@ -125,7 +124,7 @@ def measure_decode(
             engine.step()
         step = seconds(engine.step, device, steps)
     finally:
-        attention.flash_attn_with_kvcache = kernel
+        spans.flash_attn_with_kvcache = kernel
     bound = (2 * num_weights + kept * slots * context) / bandwidth(device)
     return {
         "shape": shape,
