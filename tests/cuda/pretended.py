@@ -26,7 +26,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 ROOT = Path(__file__).parent.parent.parent
+OWN = (ROOT / "lld", ROOT / "tests")  # a virtual environment in the checkout is not the project's code
 guard = None  # the library of start.load_hooks
+
+
+def is_own(path: Path) -> bool:
+    """Whether a file is the project's, the pretended device apart."""
+    inside = path.parent == ROOT or any(folder in path.parents for folder in OWN)
+    return inside and path.parent != Path(__file__).parent
 
 
 class Sim:
@@ -47,7 +54,7 @@ class Sim:
         frame = sys._getframe(2)
         while frame is not None:
             path = Path(frame.f_code.co_filename)
-            if ROOT in path.parents and path.parent != Path(__file__).parent:
+            if is_own(path):
                 return f"{path.name}:{frame.f_lineno}"
             frame = frame.f_back
         return "elsewhere"
