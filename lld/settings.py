@@ -133,7 +133,11 @@ def _convert(value, kind, where: str):
         return _convert(value, next(a for a in args if a is not type(None)), where)
     if origin is Literal:
         if value not in args:
-            raise ValueError(f"{where} = {value!r}: must be one of {', '.join(map(repr, args))}")
+            known = f"must be one of {', '.join(map(repr, args))}"
+            close = difflib.get_close_matches(str(value), map(str, args), n=1)
+            raise ValueError(
+                f"{where} = {value!r}: {known}" + (f"; did you mean {close[0]!r}?" if close else "")
+            )
         return value
     if origin is tuple and isinstance(value, (list, tuple)):
         return tuple(_convert(item, args[0], f"{where}[{i}]") for i, item in enumerate(value))
