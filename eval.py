@@ -30,8 +30,9 @@ from lld import files as files_module
 from lld import protocol
 from lld import settings as settings_module
 from lld.config import Config
-from lld.data import Question, load_benchmark
+from lld.data import load_benchmark
 from lld.engine.engine import Engine
+from lld.episode import Question
 from lld.evaluate import (
     bootstrap_means,
     evaluate_questions,
@@ -43,9 +44,10 @@ from lld.evaluate import (
 from lld.files import replace_file
 from lld.model import load
 from lld.record import runs
+from lld.retrieval.client import check_health, make_search
 from lld.rollout import check_prompts
 from lld.running import checkpoint
-from lld.tools import RetrieverError, check_health, make_search
+from lld.tools import RetrieverError
 
 ROOT = Path(__file__).resolve().parent
 CHECKPOINT_FILES = (

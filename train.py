@@ -37,9 +37,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from lld import config, files, protocol, settings
 from lld.advantages import group_advantages
-from lld.data import Question, load_benchmark, load_questions, questions_of_step
+from lld.data import load_benchmark, load_questions, questions_of_step
 from lld.engine.engine import Engine
-from lld.episode import Batch, Episode, collate
+from lld.episode import Batch, Episode, Question, collate
 from lld.evaluate import evaluate_questions, summarize
 from lld.loss import answer_beta
 from lld.model.load import check_fit, eos_ids, load_lm, load_tokenizer, read_shape
@@ -47,11 +47,12 @@ from lld.policy import Policy
 from lld.record import metrics, monitor, phases, runs, trajectories
 from lld.record import sentinel as sentinel_module
 from lld.report.figure import write_report
+from lld.retrieval.client import check_health, make_search
 from lld.reward import score_episodes
 from lld.rollout import check_prompts, rollout
 from lld.running import checkpoint, crashbox, optimizers, plan, provenance, sharding, survive
 from lld.tinyworld import world
-from lld.tools import RetrieverError, Unplayed, check_health, make_search
+from lld.tools import RetrieverError, Unplayed
 from lld.update import learning_rate, score_batch, update_policy
 
 # Share of a step's groups that may be dropped because a query found nothing; beyond it those that never

@@ -5,7 +5,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow
@@ -13,6 +12,7 @@ import pyarrow.parquet
 import torch
 
 from lld.config import Config
+from lld.episode import Question
 
 SPLIT_NAMES = ("train", "dev", "test", "validation")
 WANTED = 'a row is such as {"id": "1", "question": "Who wrote Emma?", "golden_answers": ["Jane Austen"]}'
@@ -20,18 +20,6 @@ REMEDY = (
     "give a .parquet (Search-R1) or .jsonl (FlashRAG) file, a folder with one for each split, or a "
     "hub name such as PeterJinGo/nq_hotpotqa_train"
 )
-
-
-@dataclass(frozen=True)
-class Question:
-    """One question: `id` is 'source/id', unique over all sources; `supporting_titles` are the gold pages
-    where known."""
-
-    id: str
-    text: str
-    golden_answers: tuple[str, ...]
-    source: str
-    supporting_titles: tuple[str, ...] = ()
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict]]:

@@ -4,10 +4,20 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lld.data import Question
 from lld.protocol import Passage
 
 THINK, SEARCH, ANSWER = 1, 2, 3  # parts of a response
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question of a dataset."""
+
+    id: str  # "source/id", unique over all sources
+    text: str
+    golden_answers: tuple[str, ...]
+    source: str
+    supporting_titles: tuple[str, ...] = ()  # the gold pages, where they are known
 
 
 @dataclass

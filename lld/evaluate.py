@@ -14,9 +14,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from lld.config import Config
-from lld.data import Question
 from lld.engine.engine import Engine
-from lld.episode import Episode
+from lld.episode import Episode, Question
 from lld.record.runs import printable
 from lld.reward import cover_exact_match, exact_match, gold_in_results, token_f1
 from lld.rollout import Search, rollout

@@ -9,9 +9,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Callable
 
 from lld import protocol
-from lld.data import Question
 from lld.engine.engine import Engine, Stopped
-from lld.episode import Episode, Turn
+from lld.episode import Episode, Question, Turn
 from lld.protocol import Passage
 from lld.tools import RetrieverError
 

@@ -234,7 +234,11 @@ def update_policy(
                 part["action_ids_BT"] = torch.zeros_like(part["action_ids_BT"])
             width = part["token_ids_BT"].shape[1]
             # Shards are reduced each time: a whole gradient is what does not fit
-            with nullcontext() if number == most - 1 or isinstance(policy, FSDPModule) else accelerator.no_sync(policy):
+            with (
+                nullcontext()
+                if number == most - 1 or isinstance(policy, FSDPModule)
+                else accelerator.no_sync(policy)
+            ):
                 with accelerator.autocast():
                     logprobs_BT, entropies_BT = policy(
                         part["token_ids_BT"],

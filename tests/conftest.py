@@ -104,7 +104,7 @@ def lm(tokenizer):
 
 @pytest.fixture(scope="session")
 def questions():
-    from lld.data import Question
+    from lld.episode import Question
 
     return [Question(f"test/{i}", f"who wrote book number {i}?", (f"writer {i}",), "test") for i in range(12)]
 

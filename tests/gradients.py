@@ -16,8 +16,7 @@ from accelerate import Accelerator
 from conftest import make_lm, make_tokenizer
 
 from lld import settings
-from lld.data import Question
-from lld.episode import Episode, Turn, collate
+from lld.episode import Episode, Question, Turn, collate
 from lld.policy import Policy
 from lld.protocol import Passage
 from lld.record.metrics import summarize_updates

@@ -10,7 +10,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from lld.data import Question, load_questions, questions_of_step
+from lld.data import load_questions, questions_of_step
+from lld.episode import Question
 from lld.protocol import question_prompt
 
 QA = Path(__file__).resolve().parents[2] / "shared" / "data" / "qa"

@@ -17,13 +17,14 @@ import yaml
 
 import eval as command
 from lld import config, data, evaluate, protocol, settings
-from lld.data import Question
 from lld.engine.engine import Engine
+from lld.episode import Question
 from lld.evaluate import bootstrap_interval, bootstrap_means, paper_averages, summarize
 from lld.model import load
+from lld.retrieval.client import Search
 from lld.reward import gold_in_results
 from lld.running import sharding
-from lld.tools import RetrieverError, Search
+from lld.tools import RetrieverError
 
 FOLLOWS = {
     "alpha?": "<search>",

@@ -17,9 +17,9 @@ from lld import protocol
 from lld.protocol import Passage, render_observation
 from lld.record.trajectories import pieces
 from lld.report.page import escaped_json
+from lld.retrieval.client import read_result
 from lld.retrieval.controls import _spaced
 from lld.reward import gold_in_results, normalize_answer, retrieval_correct, valid_format
-from lld.tools import read_result
 
 SIZE = 1_000_000
 UNITS = [

@@ -8,9 +8,10 @@ import pytest
 
 from lld.config import Retriever
 from lld.protocol import Passage
+from lld.retrieval.client import make_search
 from lld.retrieval.recording import Recording
 from lld.settings import from_dict
-from lld.tools import RetrieverError, make_search
+from lld.tools import RetrieverError
 
 
 class Fickle:

@@ -18,7 +18,7 @@ from fastapi.testclient import TestClient
 import retriever_server
 from lld.config import Retriever
 from lld.retrieval.backends import open_retriever
-from lld.tools import Client, check_health
+from lld.retrieval.client import Client, check_health
 from retriever_server import make_app, parse_options
 
 TEXTS = ['"Red"\nred apple', '"Blue"\nblue sky', '"Green"\ngreen apple pie', '"Ünï"\nödd “text” </answer>']

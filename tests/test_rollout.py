@@ -8,9 +8,8 @@ import torch
 from conftest import make_lm
 
 from lld import protocol
-from lld.data import Question
 from lld.engine.engine import Engine, Stopped
-from lld.episode import collate
+from lld.episode import Question, collate
 from lld.policy import Policy
 from lld.protocol import Passage
 from lld.rollout import check_prompts, episode_seed, rollout

@@ -10,21 +10,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 import pytest
 
-from lld import tools
 from lld.config import Retriever
 from lld.protocol import Passage
-from lld.tools import (
-    Client,
-    Malformed,
-    Refused,
-    RetrieverError,
-    ServerFault,
-    TimedOut,
-    Unreachable,
-    check_health,
-    make_search,
-    read_result,
-)
+from lld.retrieval import client
+from lld.retrieval.client import Client, check_health, make_search, read_result
+from lld.tools import Malformed, Refused, RetrieverError, ServerFault, TimedOut, Unreachable
 
 
 def search_over_http(queries, *, url, topk, timeout_s, retries):
@@ -82,7 +72,7 @@ def server(*replies):
 def pauses(monkeypatch):
     """The back-off pauses asked for; none is waited out."""
     asked = []
-    monkeypatch.setattr(tools.time, "sleep", asked.append)
+    monkeypatch.setattr(client.time, "sleep", asked.append)
     return asked
 
 

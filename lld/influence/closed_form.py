@@ -32,9 +32,9 @@ from torch.nn.functional import one_hot
 from lld import files, protocol, settings
 from lld.advantages import group_advantages
 from lld.config import Config
-from lld.data import Question, load_questions, questions_of_step
+from lld.data import load_questions, questions_of_step
 from lld.engine.engine import Engine
-from lld.episode import Batch, Episode, collate
+from lld.episode import Batch, Episode, Question, collate
 from lld.evaluate import options_of
 from lld.influence.view import compare, draw, print_case, print_summary, readable
 from lld.model.lm_head import token_scores
@@ -42,11 +42,12 @@ from lld.model.load import check_fit, check_folder, eos_ids, load_lm, load_token
 from lld.policy import Policy
 from lld.record.monitor import PARTS, first_passages
 from lld.record.runs import printable
+from lld.retrieval.client import make_search
 from lld.reward import score_episodes
 from lld.rollout import Search, check_prompts, rollout
 from lld.running import checkpoint
 from lld.running.sharding import asked
-from lld.tools import RetrieverError, make_search
+from lld.tools import RetrieverError
 from lld.update import loss_of, minibatch_counts, score_batch, select, update_policy
 
 CHUNK = 256  # tokens whose residuals over the vocabulary are in memory at once, twice

@@ -5,8 +5,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from lld.data import Question
-from lld.episode import Batch, Episode, Turn
+from lld.episode import Batch, Episode, Question, Turn
 from lld.loss import gate_BT
 from lld.protocol import Passage
 from lld.reward import exact_match

@@ -20,7 +20,7 @@ import transformers
 from transformers.utils import cached_file
 
 from lld import config, files, settings
-from lld.data import Question
+from lld.episode import Question
 from lld.record import runs
 
 ROOT = Path(__file__).parents[2]

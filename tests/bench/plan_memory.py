@@ -229,9 +229,8 @@ def play_and_learn(shape, cfg, gpu: bool, note) -> None:
     from transformers import AutoModelForCausalLM
 
     from lld import protocol
-    from lld.data import Question
     from lld.engine.engine import Engine
-    from lld.episode import collate
+    from lld.episode import Question, collate
     from lld.model import attention
     from lld.model.load import engine_model
     from lld.policy import Policy

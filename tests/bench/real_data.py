@@ -40,10 +40,10 @@ from lld import policy, protocol, settings
 from lld.data import load_questions
 from lld.engine.engine import Engine
 from lld.model import load
+from lld.retrieval.client import make_search
 from lld.retrieval.corpus import Corpus
 from lld.rollout import rollout
 from lld.tinyworld import world
-from lld.tools import make_search
 
 BENCHMARKS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wiki", "musique", "bamboogle")
 CHAT = (

@@ -51,8 +51,9 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from lld import protocol
-from lld.data import Question, load_questions
+from lld.data import load_questions
 from lld.engine.engine import Engine
+from lld.episode import Question
 from lld.model import attention
 from lld.protocol import Passage
 from lld.rollout import rollout
@@ -94,7 +95,7 @@ class World:
 
 def tiny_world(folder: Path) -> World:
     from lld.config import Retriever
-    from lld.tools import make_search
+    from lld.retrieval.client import make_search
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
     lm = LlamaForCausalLM.from_pretrained(

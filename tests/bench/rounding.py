@@ -28,10 +28,10 @@ from lld.episode import Batch, collate
 from lld.model import lm_head, load
 from lld.model.load import eos_ids, load_lm, load_tokenizer
 from lld.policy import Policy
+from lld.retrieval.client import make_search
 from lld.reward import score_episodes
 from lld.rollout import rollout
 from lld.tinyworld import world as tinyworld
-from lld.tools import make_search
 from lld.update import plan_updates, update_policy
 
 TOLERANCES = (0.0, 0.001, 0.003, 0.01)

@@ -1,0 +1,251 @@
+"""The client of a retrieval server, and the search tool that a run's options ask for.
+
+Searches go over HTTP, to an index in this process, or to a recording. A failure is a typed `RetrieverError`
+of `lld.tools`, after bounded retries within a deadline.
+"""
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import httpx
+
+from lld.config import Retriever
+from lld.protocol import Passage, is_blank
+from lld.retrieval.recording import Recording
+from lld.tools import Malformed, Refused, RetrieverError, ServerFault, TimedOut, Unreachable
+
+BACKOFF_S = 0.5  # before the first retry; doubled before each later one
+MAX_BACKOFF_S = 8.0
+MAX_REPLY_BYTES = 1 << 30
+REMEDY = "start one with `python retriever_server.py --index INDEX --corpus CORPUS`, or mend retriever.url"
+
+
+def endpoint(url: str) -> str:
+    """`url` with the path /retrieve, which it may have already; ValueError unless it is an http address."""
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(
+            f"retriever.url = {url!r}: must begin with http:// or https://, such as http://127.0.0.1:8000"
+        )
+    try:
+        httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ValueError(f"retriever.url = {url!r} is no address: {error}") from None
+    return url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
+
+
+def read_result(body: object, num_queries: int, topk: int) -> list[list[Passage]]:
+    """The passages in Search-R1's reply {"result": [[{"document": {"id", "contents"}, "score"}, …], …]}, at
+    most `topk` each.
+
+    Bare documents and a missing id or score are taken too; documents with nothing to be seen in them are left
+    out, so a query may have no passage. ValueError says what is wrong with anything else.
+    """
+    result = body.get("result") if isinstance(body, dict) else None
+    if not isinstance(result, list):
+        raise ValueError('the reply holds no list "result"')
+    if len(result) != num_queries:
+        raise ValueError(f"{len(result)} results for {num_queries} queries")
+    hits = []
+    for number, items in enumerate(result, start=1):
+        if not isinstance(items, list):
+            raise ValueError(f"no list of passages for query {number} of {num_queries}")
+        passages = [_read_passage(item, f"query {number} of {num_queries}") for item in items[:topk]]
+        hits.append([passage for passage in passages if not is_blank(passage.contents)])
+    return hits
+
+
+def _read_passage(item: object, where: str) -> Passage:
+    document = item.get("document", item) if isinstance(item, dict) else None
+    contents = document.get("contents") if isinstance(document, dict) else None
+    if not isinstance(contents, str):
+        raise ValueError(f'a passage without "contents" for {where}')
+    # Half characters (lone surrogates, which JSON can spell) become U+FFFD: no tokenizer and no file takes
+    # them.
+    whole = lambda text: text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    name, score = document.get("id"), item.get("score")
+    is_number = lambda value: isinstance(value, (int, float)) and not isinstance(value, bool)
+    try:
+        score = float(score) if is_number(score) else 0.0
+    except OverflowError:
+        score = math.inf
+    return Passage(
+        whole(str(name)) if isinstance(name, str) or is_number(name) else "",
+        whole(contents),
+        score if math.isfinite(score) else 0.0,
+    )
+
+
+def _read_body(reply: httpx.Response, end: float, late: TimedOut) -> bytes:
+    """The whole body; raises `late` once the clock passes `end`: httpx's own limit begins anew with every
+    piece."""
+    body = bytearray()
+    for piece in reply.iter_bytes():
+        body += piece
+        if time.monotonic() > end:
+            raise late
+        if len(body) > MAX_REPLY_BYTES:
+            raise Malformed(f"a reply of more than {MAX_REPLY_BYTES} bytes")
+    return bytes(body)
+
+
+class Client:
+    """Searches over HTTP on one or several servers of the same index, from any number of threads.
+
+    Requests go round the servers, over connections that are kept. An attempt that fails is made again on the
+    next server; when each was tried, after a pause that grows. An attempt may take `timeout_s`, all attempts
+    and pauses together `deadline_s`; after `retries` retries, or at once where the request is refused, the
+    typed RetrieverError is raised.
+    """
+
+    def __init__(
+        self, urls: list[str], *, timeout_s: float, retries: int = 0, deadline_s: float = float("inf")
+    ):
+        self.addresses = [endpoint(url) for url in urls]
+        self.timeout_s, self.retries, self.deadline_s = timeout_s, retries, deadline_s
+        # Proxies of the environment are for the internet, not for a retriever
+        self.http = httpx.Client(trust_env=False)
+        self.lock, self.num_requests = threading.Lock(), 0
+
+    def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
+        """The `topk` best passages of every query, from servers that speak Search-R1's /retrieve (ours or
+        theirs). No queries, no request."""
+        if not queries:
+            return []
+        with self.lock:
+            turn, self.num_requests = self.num_requests, self.num_requests + 1
+        end = time.monotonic() + self.deadline_s
+        for attempt in range(self.retries + 1):
+            address = self.addresses[(turn + attempt) % len(self.addresses)]
+            try:
+                return self._ask(address, queries, topk, min(self.timeout_s, end - time.monotonic()))
+            except Refused:
+                raise
+            except RetrieverError as error:
+                failure = error
+            # No pause before a server that has not been tried yet
+            rounds, waiting = divmod(attempt + 1, len(self.addresses))
+            pause_s = 0.0 if waiting else min(BACKOFF_S * 2 ** (rounds - 1), MAX_BACKOFF_S)
+            if attempt == self.retries or time.monotonic() + pause_s >= end:
+                break
+            if pause_s:
+                time.sleep(pause_s)
+        attempts = f"{attempt + 1} attempt{'s' if attempt else ''}"
+        raise type(failure)(
+            f"retriever {address} failed {attempts} with {len(queries)} queries; last reason: {failure}; "
+            f"{REMEDY}"
+        )
+
+    def _ask(self, address: str, queries: list[str], topk: int, timeout_s: float) -> list[list[Passage]]:
+        end = time.monotonic() + timeout_s
+        late = TimedOut(f"no reply within {timeout_s:.3g} s (retriever.timeout_s, retriever.deadline_s)")
+        try:
+            with self.http.stream(
+                "POST",
+                address,
+                json={"queries": queries, "topk": topk, "return_scores": True},
+                timeout=max(timeout_s, 1e-3),
+            ) as reply:
+                body = _read_body(reply, end, late)
+            if reply.status_code == 200:
+                return read_result(json.loads(body), len(queries), topk)
+        except httpx.TimeoutException:
+            raise late from None
+        except httpx.HTTPError as error:
+            raise Unreachable(f"{type(error).__name__}: {error}") from None
+        except (ValueError, RecursionError) as error:  # not JSON, or not the reply's shape
+            raise Malformed(f"{type(error).__name__}: {error}") from None
+        reason = f"status {reply.status_code}: {body[:200].decode('utf-8', 'replace')!r}"
+        if reply.status_code >= 500 or reply.status_code == 429:
+            raise ServerFault(reason)
+        raise Refused(
+            f"retriever {address} refused the request with {reason}; check that it is a /retrieve server "
+            f"of Search-R1's shape ({REMEDY})"
+        )
+
+    def fingerprints(self) -> list[str | None]:
+        """What each server's /health says of its index; None for one that has none, such as Search-R1's."""
+        found = []
+        for address in self.addresses:
+            try:
+                with self.http.stream(
+                    "GET", address.removesuffix("/retrieve") + "/health", timeout=self.timeout_s
+                ) as reply:
+                    fingerprint = json.loads(
+                        _read_body(reply, time.monotonic() + self.timeout_s, TimedOut("/health"))
+                    )["fingerprint"]
+            except (RetrieverError, httpx.HTTPError, ValueError, KeyError, TypeError, RecursionError):
+                fingerprint = None
+            found.append(fingerprint if isinstance(fingerprint, str) else None)
+        return found
+
+
+def urls_of(options: Retriever) -> list[str]:
+    return [options.url, *options.replicas]
+
+
+def check_health(options: Retriever) -> None:
+    """Asks every server of a run one real question before it starts (Search-R1's has no /health);
+    RetrieverError if one fails.
+
+    ValueError where two servers say that their indexes differ: a query's passages would depend on who was
+    asked.
+    """
+    if options.url is None or options.replay is not None:
+        return
+    for url in urls_of(options):
+        Client([url], timeout_s=options.timeout_s).search(["Who wrote Hamlet?"], 1)
+    known = {
+        fingerprint
+        for fingerprint in Client(urls_of(options), timeout_s=options.timeout_s).fingerprints()
+        if fingerprint is not None
+    }
+    if len(known) > 1:
+        raise ValueError(
+            "the servers of retriever.url and retriever.replicas hold different indexes "
+            f"({', '.join(sorted(known))}): start them with the same --index, --corpus and options"
+        )
+
+
+@dataclass(frozen=True)
+class Search:
+    """A search tool, and what its index says of itself (None: nothing is known), which changes when its
+    results may."""
+
+    find: Callable[[list[str]], list[list[Passage]]]
+    fingerprint: str | None
+
+    def __call__(self, queries: list[str]) -> list[list[Passage]]:
+        return self.find(queries)
+
+
+def make_search(options: Retriever) -> Search:
+    """The search tool: from a recording, over HTTP if `options.url` is set, else with an index opened in this
+    process."""
+    if options.replay is not None:
+        return Search(Recording(options.replay, options.topk).replay, None)
+    if options.url is not None:
+        client = Client(
+            urls_of(options),
+            timeout_s=options.timeout_s,
+            retries=options.retries,
+            deadline_s=options.deadline_s,
+        )
+        search = Search(
+            lambda queries: client.search(queries, options.topk),
+            next(filter(None, client.fingerprints()), None),
+        )
+    else:
+        # Here, because a run that searches over HTTP needs neither FAISS nor bm25s
+        from lld.retrieval.backends import open_retriever
+
+        retriever = open_retriever(options)
+        search = Search(lambda queries: retriever.search(queries, options.topk), retriever.fingerprint)
+    if options.record is None:
+        return search
+    return Search(
+        Recording(options.record, options.topk, search, search.fingerprint).record, search.fingerprint
+    )
