@@ -21,15 +21,15 @@ from lld.experiment import grid, outcomes, runner
 FAKE_TRAIN = """
 import json, os, sys, time
 from pathlib import Path
-from lld import config
+from lld import settings
 args = sys.argv[1:]
-cfg = config.load(args[args.index("--config") + 1], [a for a in args if "=" in a])
+cfg = settings.load(args[args.index("--config") + 1], [a for a in args if "=" in a])
 folder = Path(cfg.run.dir)
 path = folder / "metrics.jsonl"
 if ("--resume" in args) != (folder / "config.yaml").exists():
     sys.exit("wrong use of --resume")
 folder.mkdir(parents=True, exist_ok=True)
-config.save(cfg, folder / "config.yaml")
+settings.save(cfg, folder / "config.yaml")
 (folder / "run.json").write_text(json.dumps({"commit": "abcdef012345"}))
 with open(folder.parent / "started.txt", "a") as file:
     file.write(folder.name + " " + str(os.getpid()) + " " + os.environ["OMP_NUM_THREADS"] + "\\n")
