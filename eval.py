@@ -27,7 +27,7 @@ from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
 from lld import files as files_module
-from lld import protocol
+from lld import protocol, rules
 from lld import settings as settings_module
 from lld.config import Config
 from lld.data import load_benchmark
@@ -250,7 +250,7 @@ def kept_sets(out: Path) -> dict[str, int]:
     ):
         raise ValueError(f"{path} is damaged (no benchmarks in it): {remedy}")
     for name in benchmarks:
-        settings_module.check_name(name, str(path))  # it names a file
+        rules.check_name(name, str(path))  # it names a file
     return {name: row["num_questions"] for name, row in benchmarks.items()}
 
 

@@ -50,7 +50,7 @@ from lld.retrieval.index import (
     open_bm25,
     read_manifest,
 )
-from lld.settings import validate_retriever
+from lld.rules import check_retriever
 
 CHUNK_ROWS = 1 << 14  # vectors scored at once on the CPU: with QUERY_ROWS queries 16 MB of scores
 GPU_CHUNK_ROWS = 1 << 18  # and on a GPU
@@ -315,7 +315,7 @@ def open_retriever(options: Retriever, reserved_bytes: float = 0.0):
     manifest = read_manifest(path) if path is not None and path.is_dir() else None
     if options.backend is None:
         options = dataclasses.replace(options, backend=built_for(manifest) if manifest else "faiss")
-        validate_retriever(Config(retriever=options))  # options that this backend does not read
+        check_retriever(Config(retriever=options))  # options that this backend does not read
     _refuse_gpus_for_each(options)
     if manifest is not None:
         match_manifest(path, manifest, options)

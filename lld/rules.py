@@ -1,0 +1,333 @@
+"""Which values and which combinations of options are refused, each with the value and the remedy."""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable
+from operator import attrgetter
+
+from lld.config import Config, Loss, TinyWorld
+
+# Greater than 0, or null where the option admits it.
+POSITIVE = (
+    "run.steps",
+    "run.save_every",
+    "rollout.num_questions",
+    "rollout.max_turns",
+    "rollout.max_prompt_tokens",
+    "rollout.max_new_tokens",
+    "rollout.max_observation_tokens",
+    "rollout.num_slots",
+    "optim.updates_per_rollout",
+    "optim.micro_batch_size",
+    "optim.lr",
+    "optim.max_grad_norm",
+    "retriever.topk",
+    "retriever.timeout_s",
+    "retriever.deadline_s",
+    "eval.max_questions",
+    "eval.max_turns",
+    "eval.batch_size",
+    "monitor.sentinel_size",
+    "monitor.trajectories_questions",
+    "plan.gpus",
+    "plan.gpu_memory_gb",
+    "plan.prompt_tokens",
+    "plan.written_tokens",
+    "plan.observation_tokens",
+    "plan.tflops",
+    "plan.bandwidth_gb_s",
+    "plan.link_gb_s",
+    "plan.host_gb_s",
+    "plan.cpu_gb_s",
+    "plan.efficiency",
+    "tinyworld.num_people",
+    "tinyworld.warm_start_steps",
+    "tinyworld.num_layers",
+    "tinyworld.hidden_size",
+)
+NOT_NEGATIVE = (
+    "run.seed",
+    "run.keep_checkpoints",
+    "run.watchdog_s",
+    "rollout.temperature",
+    "loss.clip_low",
+    "loss.clip_high",
+    "loss.kl_weight",
+    "loss.entropy_weight",
+    "loss.lld_weight",
+    "loss.lld_tolerance",
+    "loss.lld_answer_weight",
+    "loss.lld_lag_steps",
+    "optim.warmup_steps",
+    "optim.weight_decay",
+    "retriever.retries",
+    "retriever.rerank",
+    "eval.every",
+    "eval.temperature",
+    "monitor.rescore_every",
+    "monitor.sentinel_every",
+    "monitor.trajectories_every",
+    "monitor.crash_box",
+)
+MAX_SEED = 2**32 - 1  # the largest seed of numpy's generator
+AT_MOST = {"run.seed": MAX_SEED, "tinyworld.seed": MAX_SEED, "run.watchdog_s": 1e7}
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """ "did you mean 'x'?" where one of `names` is similar to `name`, else the list of them."""
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(names))}"
+
+
+def check_name(name: str, where: str) -> None:
+    """Raises ValueError unless `name` can name a file.
+
+    It must not be empty or hidden, nor hold a separator or a control character.
+    """
+    if not re.fullmatch(r"[^\W_][\w.+-]{0,99}", name):
+        raise ValueError(
+            f"{where}: {name!r} cannot name a file: use letters, digits, '.', '_', '+' and '-', first a "
+            "letter or digit, at most 100"
+        )
+
+
+def validate(cfg: Config) -> None:
+    """Raises ValueError for a value out of range and for a combination of options without effect."""
+    check_ranges(cfg)
+    check_sampling(cfg)
+    check_budgets(cfg)
+    check_batches(cfg)
+    check_loss(cfg)
+    check_answer_weight(cfg)
+    check_optimizer(cfg)
+    check_reward(cfg)
+    check_evaluation(cfg)
+    check_monitor(cfg)
+    check_retriever(cfg)
+    check_search_in_process(cfg)
+    check_plan(cfg)
+    check_tinyworld(cfg)
+
+
+def refuse_unread(cfg: Config, names: Iterable[str], unread: bool, why: str) -> None:
+    """Raises ValueError where `unread` and one of the options `names` differs from its default."""
+    for name in names:
+        value = attrgetter(name)(cfg)
+        if unread and value != attrgetter(name)(Config()):
+            raise ValueError(f"{name} = {value!r} does nothing with {why}: drop one of the two")
+
+
+def check_ranges(cfg: Config) -> None:
+    for name in POSITIVE:
+        value = attrgetter(name)(cfg)
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} = {value}: must be greater than 0")
+    for name in NOT_NEGATIVE:
+        value = attrgetter(name)(cfg)
+        if not value >= 0:
+            raise ValueError(f"{name} = {value}: must not be negative")
+    for name, most in AT_MOST.items():
+        value = attrgetter(name)(cfg)
+        if value > most:
+            raise ValueError(f"{name} = {value}: must be at most {most:g}")
+    if not cfg.run.dir:
+        raise ValueError("run.dir is empty: name the folder that is to receive what the run writes")
+
+
+def check_sampling(cfg: Config) -> None:
+    """Temperatures and top-p of training and of evaluation."""
+    if cfg.rollout.temperature == 0:
+        raise ValueError(
+            "rollout.temperature = 0: greedy episodes of a group are all alike and teach nothing; "
+            "use 1.0 (eval.temperature may be 0)"
+        )
+    for section in ("rollout", "eval"):
+        top_p = getattr(cfg, section).top_p
+        if not 0 < top_p <= 1:
+            raise ValueError(f"{section}.top_p = {top_p}: must be in (0, 1]")
+    if cfg.loss.old_logprobs == "sampler" and cfg.rollout.top_p < 1:
+        raise ValueError(
+            f"loss.old_logprobs = 'sampler' with rollout.top_p = {cfg.rollout.top_p}: the sampler's "
+            "log-probabilities are those of the cut distribution and no ratio can be built on them; "
+            "use 'trainer' or top_p 1.0"
+        )
+    if cfg.eval.top_p < 1 and cfg.eval.temperature == 0:
+        raise ValueError(
+            f"eval.top_p = {cfg.eval.top_p} does nothing with eval.temperature = 0 (greedy): "
+            "drop one of the two"
+        )
+
+
+def check_budgets(cfg: Config) -> None:
+    """Token budgets of an episode."""
+    rollout = cfg.rollout
+    one_turn = rollout.max_new_tokens + rollout.max_observation_tokens
+    if one_turn > rollout.max_episode_tokens - 1:
+        raise ValueError(
+            f"rollout.max_new_tokens + rollout.max_observation_tokens = {one_turn} leave no room for a "
+            f"prompt and a second turn in rollout.max_episode_tokens = {rollout.max_episode_tokens}"
+        )
+    if rollout.max_episode_tokens <= rollout.max_prompt_tokens:
+        raise ValueError(
+            f"rollout.max_episode_tokens = {rollout.max_episode_tokens}: must exceed "
+            f"rollout.max_prompt_tokens = {rollout.max_prompt_tokens}"
+        )
+
+
+def check_batches(cfg: Config) -> None:
+    """How a step's episodes divide into groups and updates, also after groups were dropped."""
+    rollout, updates = cfg.rollout, cfg.optim.updates_per_rollout
+    if rollout.group_size < 2:
+        raise ValueError(
+            f"rollout.group_size = {rollout.group_size}: a group of one has no advantage to learn from; "
+            "use 2 or more"
+        )
+    num_rows = rollout.num_questions * rollout.group_size
+    if num_rows % updates:
+        raise ValueError(
+            f"rollout.num_questions x rollout.group_size = {num_rows} episodes do not divide into "
+            f"optim.updates_per_rollout = {updates} equal mini-batches"
+        )
+    if not 0 <= rollout.max_failed_groups < 1:
+        raise ValueError(
+            f"rollout.max_failed_groups = {rollout.max_failed_groups}: must be in [0, 1), a share of the "
+            "step's groups"
+        )
+    num_droppable = int(rollout.max_failed_groups * rollout.num_questions)
+    fewest = (rollout.num_questions - num_droppable) * rollout.group_size
+    if fewest < updates:
+        raise ValueError(
+            f"rollout.max_failed_groups = {rollout.max_failed_groups} may leave {fewest} episodes of a "
+            f"step, fewer than optim.updates_per_rollout = {updates}: lower one of the two"
+        )
+
+
+def check_loss(cfg: Config) -> None:
+    loss = cfg.loss
+    if loss.clip_low >= 1:
+        raise ValueError(
+            f"loss.clip_low = {loss.clip_low}: must be below 1, or the ratio is never clipped from below"
+        )
+    if loss.lld_weight > 0 and cfg.optim.updates_per_rollout == 1 and loss.lld_lag_steps == 0:
+        raise ValueError(
+            "loss.lld_weight > 0 with optim.updates_per_rollout = 1 and loss.lld_lag_steps = 0 cannot act: "
+            "at the only update the policy still is the old policy and no likelihood has fallen yet; "
+            "use more updates per rollout, lld_lag_steps >= 1, or lld_weight 0"
+        )
+    names = [field.name for field in dataclasses.fields(Loss)]
+    of_lld = [f"loss.{name}" for name in names if name.startswith("lld_") and name != "lld_weight"]
+    refuse_unread(cfg, of_lld, loss.lld_weight == 0, "loss.lld_weight = 0")
+
+
+def check_answer_weight(cfg: Config) -> None:
+    """Options of beta, LLDS-MA's weight on answer tokens, under each schedule."""
+    loss = cfg.loss
+    if loss.lld_answer_schedule == "paper":
+        reads_other = "loss.lld_answer_schedule = 'paper', which reads lld_answer_searches"
+        refuse_unread(cfg, ["loss.lld_answer_weight"], True, reads_other)
+        if not loss.lld_answer_searches > 0:
+            raise ValueError(f"loss.lld_answer_searches = {loss.lld_answer_searches}: must be greater than 0")
+    else:
+        schedule = f"loss.lld_answer_schedule = {loss.lld_answer_schedule!r}"
+        refuse_unread(cfg, ["loss.lld_answer_searches"], True, schedule)
+    if loss.lld_answer_schedule == "constant" and loss.lld_answer_weight > 1:
+        raise ValueError(f"loss.lld_answer_weight = {loss.lld_answer_weight}: beta lies in [0, 1]")
+
+
+def check_optimizer(cfg: Config) -> None:
+    optim, longest = cfg.optim, cfg.rollout.max_episode_tokens
+    by_tokens = optim.micro_batch_tokens is not None
+    why = f"optim.micro_batch_tokens = {optim.micro_batch_tokens}"
+    refuse_unread(cfg, ["optim.micro_batch_size"], by_tokens, why)
+    if by_tokens and optim.micro_batch_tokens < longest:
+        raise ValueError(
+            f"optim.micro_batch_tokens = {optim.micro_batch_tokens}: must hold the longest episode, "
+            f"rollout.max_episode_tokens = {longest}; null counts rows instead (micro_batch_size)"
+        )
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        raise ValueError(f"optim.betas = {list(optim.betas)}: must be two numbers in [0, 1)")
+
+
+def check_reward(cfg: Config) -> None:
+    of_format = ["reward.structure_format_score", "reward.final_format_score", "reward.retrieval_score"]
+    refuse_unread(cfg, of_format, cfg.reward.kind != "format", f"reward.kind = {cfg.reward.kind!r}")
+
+
+def check_evaluation(cfg: Config) -> None:
+    for name in cfg.eval.benchmarks:
+        check_name(name, "eval.benchmarks")
+    for name in cfg.eval.during_training:
+        if name not in cfg.eval.benchmarks:
+            raise ValueError(f"eval.during_training names {name!r}: {nearest(name, cfg.eval.benchmarks)}")
+
+
+def check_monitor(cfg: Config) -> None:
+    monitor = cfg.monitor
+    sees_displacement = cfg.optim.updates_per_rollout > 1 or monitor.rescore_every > 0
+    if monitor.stop_in_phase in (2, 3) and not sees_displacement:
+        raise ValueError(
+            f"monitor.stop_in_phase = {monitor.stop_in_phase} with optim.updates_per_rollout = 1 and "
+            "monitor.rescore_every = 0 would never act: displacement is then seen only where a rollout is "
+            "re-scored; set monitor.rescore_every, 1 for every step, or stop at 4 (collapse), which needs none"
+        )
+
+
+def check_retriever(cfg: Config) -> None:
+    """Options of the retriever; also called when an index folder has told which backend it is for."""
+    options = cfg.retriever
+    backend = f"retriever.backend = {options.backend!r}"
+    refuse_unread(cfg, ["retriever.replicas"], options.url is None, "retriever.url = null")
+    for name, reader in {
+        "retriever.dtype": "torch",
+        "retriever.faiss_params": "faiss",
+        "retriever.rerank": "faiss",
+        "retriever.oracle_questions": "oracle",
+    }.items():
+        refuse_unread(cfg, [name], options.backend not in (reader, None), backend)
+    finds_always = options.url is None and options.replay is None and options.backend not in ("faiss", None)
+    why = f"{backend} in this process, which finds something for every query"
+    refuse_unread(cfg, ["retriever.empty_results"], finds_always, why)
+    replays = options.replay is not None
+    refuse_unread(cfg, ["retriever.record"], replays, f"retriever.replay = {options.replay!r}")
+    if options.backend == "oracle" and options.oracle_questions is None:
+        raise ValueError(
+            "retriever.backend = 'oracle' needs retriever.oracle_questions: "
+            "the questions whose gold answers it is to find"
+        )
+    if options.max_memory_gb is not None and not options.max_memory_gb > 0:
+        raise ValueError(
+            f"retriever.max_memory_gb = {options.max_memory_gb}: must be greater than 0, "
+            "or null for what is free"
+        )
+
+
+def check_search_in_process(cfg: Config) -> None:
+    options = cfg.retriever
+    if options.url is None and options.corpus is None and options.replay is None:
+        raise ValueError(
+            "retriever.url is null, so the search runs in this process and needs retriever.corpus "
+            "(and retriever.index, unless backend is bm25)"
+        )
+
+
+def check_plan(cfg: Config) -> None:
+    if cfg.plan.efficiency > 1:
+        raise ValueError(
+            f"plan.efficiency = {cfg.plan.efficiency}: a share of what the hardware does at most; "
+            "must be in (0, 1]"
+        )
+
+
+def check_tinyworld(cfg: Config) -> None:
+    world = cfg.tinyworld
+    names = [f"tinyworld.{field.name}" for field in dataclasses.fields(TinyWorld) if field.name != "dir"]
+    refuse_unread(cfg, names, world.dir is None, "tinyworld.dir = null")
+    if world.num_people < 20:
+        raise ValueError(
+            f"tinyworld.num_people = {world.num_people}: too small for distractors; use 20 or more"
+        )
+    for name in ("namesake_share", "two_hop_share"):
+        share = getattr(world, name)
+        if not 0 <= share <= 1:
+            raise ValueError(f"tinyworld.{name} = {share}: must be in [0, 1]")
