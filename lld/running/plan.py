@@ -1,9 +1,8 @@
-"""A plan before a run: memory of each process by kind, time and tokens of a step, disk, from the model's
-config alone.
+"""A plan before a run, from the model's config alone: memory of each process by kind, time of a step, disk.
 
-The memory terms follow what is alive at the peaks of lld/engine/engine.py, lld/policy.py and lld/update.py;
-tests/bench/plan_memory.py holds them against measured peaks. Times are estimates: arithmetic on the figures
-of section `plan`.
+The memory terms follow what is allocated at the peaks of lld/engine/engine.py, lld/policy.py and
+lld/update.py; tests/bench/plan_memory.py compares them with measured peaks. Times are estimates: arithmetic
+on the figures of section `plan`.
 """
 
 import json
@@ -25,13 +24,13 @@ from lld.tinyworld import world
 GB = 1e9
 # Published architectures by hub name, for a plan without a download
 SHAPES = Path(__file__).parents[2] / "configs" / "shapes"
-# Assumed of a GPU: CUDA's and NCCL's own memory, and the share that fragmentation costs
+# Assumed of a GPU: memory of CUDA and NCCL themselves, and the share that fragmentation costs
 CONTEXT, FRAGMENTS = 1.0 * GB, 0.04
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What memory and time depend on. Parameters: of all, of a decoder layer, of the largest tensor."""
+    """Widths and numbers of parameters of a model, which memory and time depend on."""
 
     hidden: int
     layers: int
@@ -40,9 +39,8 @@ class Shape:
     ffn: int
     vocab: int
     tied: bool
-    params: int
-    layer_params: int
-    largest: int
+    params: int  # of the whole model
+    layer_params: int  # of a decoder layer
 
     @property
     def head(self) -> int:
@@ -55,29 +53,27 @@ class Shape:
 
 
 def shape_of(model_config) -> Shape:
-    """Counted on a model without memory, so that biases and norms are in."""
+    """Counts the parameters on the meta device, so that biases and norms are included."""
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(model_config)
-    width = (
-        getattr(model_config, "head_dim", None)
-        or model_config.hidden_size // model_config.num_attention_heads
-    )
+    head_width = getattr(model_config, "head_dim", None)
+    if head_width is None:
+        head_width = model_config.hidden_size // model_config.num_attention_heads
     layers = [
         sum(weight.numel() for weight in module.parameters())
         for module in lm.modules()
         if type(module).__name__ in (lm._no_split_modules or ())
     ]
     return Shape(
-        model_config.hidden_size,
-        model_config.num_hidden_layers,
-        model_config.num_attention_heads * width,
-        model_config.num_key_value_heads * width,
-        model_config.intermediate_size,
-        model_config.vocab_size,
-        bool(model_config.tie_word_embeddings),
-        sum(weight.numel() for weight in lm.parameters()),
-        max(layers, default=0),
-        max(weight.numel() for weight in lm.parameters()),
+        hidden=model_config.hidden_size,
+        layers=model_config.num_hidden_layers,
+        query=model_config.num_attention_heads * head_width,
+        kv=model_config.num_key_value_heads * head_width,
+        ffn=model_config.intermediate_size,
+        vocab=model_config.vocab_size,
+        tied=bool(model_config.tie_word_embeddings),
+        params=sum(weight.numel() for weight in lm.parameters()),
+        layer_params=max(layers, default=0),
     )
 
 
@@ -86,12 +82,8 @@ def read_shape(cfg: config.Config) -> Shape:
     configs/shapes, or the hub's."""
     path = cfg.model.path
     if cfg.tinyworld.dir and Path(path) == Path(cfg.tinyworld.dir) / "policy" and not Path(path).exists():
-        return shape_of(
-            world.policy_shape(
-                cfg.tinyworld,
-                world.make_tokenizer(world.make_world(cfg.tinyworld), cfg.retriever.topk),
-            )
-        )
+        tokenizer = world.make_tokenizer(world.make_world(cfg.tinyworld), cfg.retriever.topk)
+        return shape_of(world.policy_shape(cfg.tinyworld, tokenizer))
     published = SHAPES / f"{path.removesuffix('-Instruct')}.json"
     try:
         if not Path(path).exists() and published.is_file():
@@ -107,7 +99,7 @@ def read_shape(cfg: config.Config) -> Shape:
 
 @dataclass(frozen=True)
 class Setup:
-    """How a run is spread: `memory` bytes are there for each process, None where nobody knows."""
+    """How a run is spread over devices, and the bytes that each process has (None: unknown)."""
 
     processes: int
     sharded: bool  # FSDP2
@@ -116,26 +108,28 @@ class Setup:
 
 
 def read_setup(cfg: config.Config) -> Setup:
-    """As launched, unless section `plan` speaks of GPUs that are not here."""
-    told, here = cfg.plan, torch.cuda.is_available()
-    on_gpu = here or told.gpus is not None or told.gpu_memory_gb is not None
-    processes = told.gpus or int(os.environ.get("WORLD_SIZE", 1))
-    launched = sharding.asked("FSDP") and processes > 1
-    sharded = launched if told.shard == "launcher" else told.shard == "fsdp" and processes > 1
-    if told.gpu_memory_gb is not None:
-        available = told.gpu_memory_gb * GB
+    """As launched, unless section `plan` describes GPUs that are not here."""
+    asked, here = cfg.plan, torch.cuda.is_available()
+    on_gpu = here or asked.gpus is not None or asked.gpu_memory_gb is not None
+    processes = asked.gpus or int(os.environ.get("WORLD_SIZE", 1))
+    fsdp = sharding.asked("FSDP") if asked.shard == "launcher" else asked.shard == "fsdp"
+    if asked.gpu_memory_gb is not None:
+        available = asked.gpu_memory_gb * GB
     elif here:
-        available = float(torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", 0))).total_memory)
+        device = int(os.environ.get("LOCAL_RANK", 0))
+        available = float(torch.cuda.get_device_properties(device).total_memory)
+    elif on_gpu:
+        available = None
     else:
-        available = (
-            None if on_gpu else memory.available_bytes() / int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-        )
-    return Setup(processes, sharded, on_gpu, available)
+        available = memory.available_bytes() / int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    return Setup(processes, fsdp and processes > 1, on_gpu, available)
 
 
 def cache_sizes(prompt: int, longest: int, on_gpu: bool = False) -> tuple[int, int]:
-    """Tokens a slot of the engine's cache has room for, before and after it grows for the last time; on a GPU
-    it never does (decoder.SlotCache)."""
+    """Tokens that a slot of the engine's cache has room for, before and after it grows for the last time.
+
+    On a GPU it never grows (decoder.SlotCache): 0 before.
+    """
     if on_gpu:
         return 0, decoder.grown(0, longest)
     before = size = decoder.LENGTH_BUCKET
@@ -144,133 +138,212 @@ def cache_sizes(prompt: int, longest: int, on_gpu: bool = False) -> tuple[int, i
     return before, size
 
 
+@dataclass(frozen=True)
+class Widths:
+    """Bytes of one number, by what it belongs to, and over how many processes weights are spread."""
+
+    compute: int  # the result of a matrix multiplication
+    stored: int  # a weight
+    stream: int  # the residual stream, which autocast leaves in the type of the weights
+    cast: int  # autocast's copy of a weight; 0 where there is none
+    share: int  # processes that one copy of the weights is spread over
+
+
+def widths_of(cfg: config.Config, setup: Setup) -> Widths:
+    """The number formats of a run."""
+    half = setup.on_gpu and cfg.model.mixed_precision == "bf16"
+    stored = 2 if half and cfg.optim.name == "adamw_offload" else 4
+    return Widths(
+        compute=2 if half else 4,
+        stored=stored,
+        stream=2 if half and (stored == 2 or setup.sharded) else 4,
+        cast=2 if half and stored == 4 and not setup.sharded else 0,
+        share=setup.processes if setup.sharded else 1,
+    )
+
+
 def estimate(cfg: config.Config, shape: Shape, setup: Setup) -> dict[str, dict[str, float]]:
     """Bytes of one process at the peak of each phase, by kind. Episodes are as long as they may be."""
-    rollout, optim = cfg.rollout, cfg.optim
-    half = setup.on_gpu and cfg.model.mixed_precision == "bf16"
-    share = setup.processes if setup.sharded else 1
-    compute = 2 if half else 4  # bytes of what a matrix multiplication yields
-    stored = 2 if half and optim.name == "adamw_offload" else 4  # of a weight
-    # Of the residual stream, which autocast leaves in the type of the weights
-    stream = 2 if half and (stored == 2 or setup.sharded) else 4
-    N, C, L, A, F, V = shape.params, shape.hidden, shape.layers, shape.query, shape.ffn, shape.vocab
-
-    always = {
-        "weights": N * stored / share,
-        "optimizer": N * {"adamw": 8, "adamw_8bit": 2 + 2 * 4 / 256, "adamw_offload": 0}[optim.name] / share,
+    widths = widths_of(cfg, setup)
+    peaks = {
+        "rollout": rollout_peak(cfg, shape, setup, widths),
+        "scoring": scoring_peak(cfg, shape, setup, widths),
+        "update": update_peak(cfg, shape, setup, widths),
+        "optimizer step": trained_weights(cfg, shape, setup, widths),
     }
-    always |= {
-        name: N * stored / share
-        for name, there in (("reference", cfg.loss.kl_weight > 0), ("anchor", cfg.loss.lld_lag_steps > 0))
-        if there
-    }
-    if setup.sharded or half and stored == 4:
-        always["rollout copy"] = float(N * compute)
-    cast = 2 if half and stored == 4 and not setup.sharded else 0  # bytes of a weight's copy under autocast
-    # Of each weight, until its block ends; of the head a slice
-    copy = {"autocast's copy": float((shape.matmul_params - shape.head) * cast)} if cast else {}
-    # FSDP2 gathers layers one ahead; embedding and head stay until a pass is over
-    root = shape.head * (1 if shape.tied else 2)
-    gathered = {"FSDP": float(compute * (2 * shape.layer_params + root))} if setup.sharded else {}
-
-    before, size = cache_sizes(
-        min(cfg.plan.prompt_tokens, rollout.max_prompt_tokens), rollout.max_episode_tokens, setup.on_gpu
-    )
-    slot_token = 2 * L * shape.kv * compute
-    # In float32: logits, their log-probabilities, probabilities, these padded; top-p may sort all
-    sampling = {"logits": rollout.num_slots * V * (16 + 24 * (rollout.top_p < 1))}
-    rows = max(1, min(engine.PASS_TOKENS // (rollout.max_observation_tokens + 1), rollout.num_slots))
-    # As bool and as numbers, on a GPU for each query head of a key head; the varlen kernel needs none
-    mask = 0 if half else rollout.max_episode_tokens * (5 + 4 * setup.on_gpu * A // shape.kv)
-    reading = {
-        "activations": rows
-        * (rollout.max_observation_tokens + 1)
-        * ((2 * C + A + 2 * shape.kv) * compute + 4 * F * compute + mask)
-    }
-    growing = {"cache growing": rollout.num_slots * before * slot_token}
-    phases = {
-        "rollout": always
-        | {"optimizer": always["optimizer"] * (not optim.cpu_in_rollout)}
-        | {"KV cache": rollout.num_slots * size * slot_token}
-        | max(sampling, reading, growing, key=total)
-    }
-
-    tokens, written = micro_batch(cfg)
-    width = min(V, max(1024, lm_head.SLICE_LOGITS.get("cuda" if setup.on_gpu else "cpu", 2**27) // written))
-    # In float32; the slice before is still there
-    slices = (written * width * 12 if width < V else written * V * 8) + width * C * cast
-    # What the final norm and the head read
-    last = tokens * C * (12 if stream == 4 else 8) + written * C * (stream + compute % 4)
-    reading = {"activations": tokens * pass_bytes(shape, stream, compute)}
-    scoring = {"activations": tokens * C * stream + written * C * (stream + compute % 4), "logits": slices}
-    phases["scoring"] = always | copy | gathered | max(reading, scoring, key=total)
-
-    # The peak is one of three: the end of the forward pass, the head going backward, the last layer going
-    # backward.
-    saved = saved_bytes(shape, stream, compute)
-    kept = tokens * L * (C * stream if cfg.model.gradient_checkpointing else saved)
-    # DDP's buckets are a second copy
-    gradients = {"gradients": N * 4 / share * (1 if setup.sharded or setup.processes == 1 else 2)}
-    if setup.sharded:
-        # Gradients on their way
-        gathered["FSDP"] += 2 * shape.layer_params * (compute + 4) + shape.head * compute
-    ends = [copy | {"activations": kept + last, "logits": slices}]
-    copy = {} if cfg.model.gradient_checkpointing else copy
-    # And the gradient of the head's weights
-    ends += [copy | {"activations": kept + last + written * C * 4, "logits": slices + shape.head * 4}]
-    ends += [
-        copy
-        | {
-            "activations": kept
-            + tokens * (saved * cfg.model.gradient_checkpointing + 2 * F * compute + 8 * C),
-            "tied head's gradient": shape.head * 4 * shape.tied,
-        }
-    ]
-    phases["update"] = always | gradients | gathered | max(ends, key=total)
-    phases["optimizer step"] = always | gradients
     if setup.on_gpu:
-        phases = {
-            name: kinds | {"CUDA, fragments": CONTEXT + FRAGMENTS * total(kinds)}
-            for name, kinds in phases.items()
-        }
-    return phases
+        for kinds in peaks.values():
+            kinds["CUDA, fragments"] = CONTEXT + FRAGMENTS * total(kinds)
+    return peaks
+
+
+def resident(cfg: config.Config, shape: Shape, setup: Setup, widths: Widths) -> dict[str, float]:
+    """What is in memory in every phase: weights, the optimizer's moments, frozen copies."""
+    moments = {"adamw": 8, "adamw_8bit": 2 + 2 * 4 / 256, "adamw_offload": 0}[cfg.optim.name]
+    weights = shape.params * widths.stored / widths.share
+    kinds = {"weights": weights, "optimizer": shape.params * moments / widths.share}
+    if cfg.loss.kl_weight > 0:
+        kinds["reference"] = weights
+    if cfg.loss.lld_lag_steps > 0:
+        kinds["anchor"] = weights
+    if setup.sharded or widths.compute < widths.stored:
+        kinds["rollout copy"] = float(shape.params * widths.compute)
+    return kinds
+
+
+def trained_weights(cfg: config.Config, shape: Shape, setup: Setup, widths: Widths) -> dict[str, float]:
+    """`resident` and the gradients, in float32; DDP's buckets are a second copy of them."""
+    kinds = resident(cfg, shape, setup, widths)
+    copies = 1 if setup.sharded or setup.processes == 1 else 2
+    kinds["gradients"] = shape.params * 4 / widths.share * copies
+    return kinds
+
+
+def rollout_peak(cfg: config.Config, shape: Shape, setup: Setup, widths: Widths) -> dict[str, float]:
+    """The KV cache, and the largest of: sampling, reading observations, growing the cache."""
+    rollout = cfg.rollout
+    kinds = resident(cfg, shape, setup, widths)
+    if cfg.optim.cpu_in_rollout:
+        kinds["optimizer"] = 0.0
+    prompt = min(cfg.plan.prompt_tokens, rollout.max_prompt_tokens)
+    before, size = cache_sizes(prompt, rollout.max_episode_tokens, setup.on_gpu)
+    slots_token = rollout.num_slots * 2 * shape.layers * shape.kv * widths.compute
+    kinds["KV cache"] = float(size * slots_token)
+
+    # In float32: logits, their log-probabilities, probabilities, these padded; top-p may sort all
+    sampled = 16 if rollout.top_p >= 1 else 40
+    sampling = {"logits": float(rollout.num_slots * shape.vocab * sampled)}
+
+    chunk = rollout.max_observation_tokens + 1
+    rows = max(1, min(engine.PASS_TOKENS // chunk, rollout.num_slots))
+    attention = (2 * shape.hidden + shape.query + 2 * shape.kv) * widths.compute
+    mlp = 4 * shape.ffn * widths.compute
+    mask = mask_bytes(cfg, shape, setup, widths)
+    reading = {"activations": float(rows * chunk * (attention + mlp + mask))}
+
+    growing = {"cache growing": float(before * slots_token)}
+    return kinds | max(sampling, reading, growing, key=total)
+
+
+def mask_bytes(cfg: config.Config, shape: Shape, setup: Setup, widths: Widths) -> int:
+    """Of a token, the attention mask of the engine: none for the varlen kernel, else one entry a key.
+
+    An entry is held as bool and as a number, on a GPU once for each query head of a key head.
+    """
+    if setup.on_gpu and widths.compute == 2:
+        return 0
+    numbers = 4 * shape.query // shape.kv if setup.on_gpu else 0
+    return cfg.rollout.max_episode_tokens * (5 + numbers)
+
+
+def scoring_peak(cfg: config.Config, shape: Shape, setup: Setup, widths: Widths) -> dict[str, float]:
+    """A pass without gradients: the MLP of a layer, or the LM head."""
+    kinds = resident(cfg, shape, setup, widths)
+    if widths.cast:
+        kinds["autocast's copy"] = autocast_copy(shape, widths)
+    if setup.sharded:
+        kinds["FSDP"] = gathered_weights(shape, widths)
+    tokens, written = micro_batch(cfg)
+    layer = {"activations": float(tokens * pass_bytes(shape, widths.stream, widths.compute))}
+    states = tokens * shape.hidden * widths.stream
+    # The head reads its states in the type of the matrix multiplication
+    read = written * shape.hidden * (widths.stream + widths.compute % 4)
+    head = {"activations": float(states + read), "logits": logits_bytes(shape, setup, widths, written)}
+    return kinds | max(layer, head, key=total)
+
+
+def update_peak(cfg: config.Config, shape: Shape, setup: Setup, widths: Widths) -> dict[str, float]:
+    """The largest of: the end of the forward pass, the head's backward pass, the last layer's."""
+    kinds = trained_weights(cfg, shape, setup, widths)
+    if setup.sharded:
+        # Besides the gathered weights, gradients on their way to their owner
+        on_their_way = 2 * shape.layer_params * (widths.compute + 4) + shape.head * widths.compute
+        kinds["FSDP"] = gathered_weights(shape, widths) + on_their_way
+    tokens, written = micro_batch(cfg)
+    checkpointing = cfg.model.gradient_checkpointing
+    saved = saved_bytes(shape, widths.stream, widths.compute)
+    kept = tokens * shape.layers * (shape.hidden * widths.stream if checkpointing else saved)
+    logits = logits_bytes(shape, setup, widths, written)
+
+    norm = tokens * shape.hidden * (12 if widths.stream == 4 else 8)
+    head = written * shape.hidden * (widths.stream + widths.compute % 4)
+    forward = {"activations": float(kept + norm + head), "logits": logits}
+    # And the gradients of the head's states and weights
+    head_backward = {
+        "activations": forward["activations"] + written * shape.hidden * 4,
+        "logits": logits + shape.head * 4,
+    }
+    last_layer = tokens * (2 * shape.ffn * widths.compute + 8 * shape.hidden)
+    if checkpointing:
+        last_layer += tokens * saved
+    layer_backward = {"activations": float(kept + last_layer)}
+    if shape.tied:
+        layer_backward["tied head's gradient"] = float(shape.head * 4)
+
+    ends = [forward, head_backward, layer_backward]
+    if widths.cast:
+        # A checkpointed block drops its copies when its forward pass ends
+        for end in ends[:1] if checkpointing else ends:
+            end["autocast's copy"] = autocast_copy(shape, widths)
+    return kinds | max(ends, key=total)
+
+
+def autocast_copy(shape: Shape, widths: Widths) -> float:
+    """A copy of each weight but the head's, which is cast slice by slice."""
+    return float((shape.matmul_params - shape.head) * widths.cast)
+
+
+def gathered_weights(shape: Shape, widths: Widths) -> float:
+    """FSDP2 gathers a layer ahead of the one it runs; embedding and head stay until the pass is over."""
+    root = shape.head * (1 if shape.tied else 2)
+    return float(widths.compute * (2 * shape.layer_params + root))
+
+
+def logits_bytes(shape: Shape, setup: Setup, widths: Widths, written: int) -> float:
+    """The LM head's float32 logits of `written` tokens, whole or in slices of the vocabulary.
+
+    Of slices the one before is still in memory.
+    """
+    limit = lm_head.SLICE_LOGITS.get("cuda" if setup.on_gpu else "cpu", 2**27)
+    width = min(shape.vocab, max(1024, limit // written))
+    weights = width * shape.hidden * widths.cast
+    of_logit = 12 if width < shape.vocab else 8
+    return float(written * width * of_logit + weights)
 
 
 def local_processes(setup: Setup) -> int:
-    """Processes of one machine: as launched, and of GPUs elsewhere no more than eight."""
+    """Processes of one machine: as launched; at most eight where `plan` describes GPUs that are not here."""
     launched = os.environ.get("LOCAL_WORLD_SIZE")
-    return (
-        int(launched)
-        if launched and int(os.environ.get("WORLD_SIZE", 1)) == setup.processes
-        else min(setup.processes, 8)
-    )
+    if launched and int(os.environ.get("WORLD_SIZE", 1)) == setup.processes:
+        return int(launched)
+    return min(setup.processes, 8)
 
 
 def host_memory(cfg: config.Config, shape: Shape, setup: Setup) -> dict[str, dict[str, float]]:
-    """Bytes of CPU memory of one machine with GPUs, by kind: while models are opened, and while the run goes
-    on.
+    """Bytes of CPU memory of one machine with GPUs, by kind: while models are opened, and while training.
 
-    Every process opens each model whole, in float32, and places it before it opens the next (train.build).
+    Every process opens each model whole, in float32, and places it before it opens the next.
     """
-    N, processes = shape.params, local_processes(setup)
-    half = cfg.model.mixed_precision == "bf16"
+    weights, processes = shape.params, local_processes(setup)
+    offload = cfg.optim.name == "adamw_offload"
+    stored = 2 if offload and cfg.model.mixed_precision == "bf16" else 4
     share = setup.processes if setup.sharded else 1
-    stored = 2 if half and cfg.optim.name == "adamw_offload" else 4
-    offloaded = {"float32 weights": 4.0 * N * processes} if cfg.optim.name == "adamw_offload" else {}
-    opening = {"a whole model in each process": 4.0 * N * processes} | offloaded
-    running = offloaded | ({"gradients, moments": 12.0 * N * processes} if offloaded else {})
-    if cfg.optim.cpu_in_rollout and not offloaded:
-        running["moments in a rollout"] = 8.0 * N / share * processes
+    opening = {"a whole model in each process": 4.0 * weights * processes}
+    training = {}
+    if offload:
+        opening["float32 weights"] = 4.0 * weights * processes
+        training["float32 weights"] = 4.0 * weights * processes
+        training["gradients, moments"] = 12.0 * weights * processes
+    elif cfg.optim.cpu_in_rollout:
+        training["moments in a rollout"] = 8.0 * weights / share * processes
     if cfg.loss.lld_lag_steps:
-        running["snapshots"] = float(stored) * N / share * processes * (cfg.loss.lld_lag_steps + 1)
+        snapshots = cfg.loss.lld_lag_steps + 1
+        training["snapshots"] = float(stored) * weights / share * processes * snapshots
     if cfg.monitor.crash_box:
-        running["crash box"] = (
-            2.0 * N * (stored + (12 if offloaded else {"adamw": 8, "adamw_8bit": 2}[cfg.optim.name]))
-        )
-    return {
-        "opening models": opening,
-        "training": running | {"a checkpoint's weights": float(4 if setup.sharded else stored) * N},
-    }
+        moments = {"adamw": 8, "adamw_8bit": 2, "adamw_offload": 12}[cfg.optim.name]
+        training["crash box"] = 2.0 * weights * (stored + moments)
+    training["a checkpoint's weights"] = float(4 if setup.sharded else stored) * weights
+    return {"opening models": opening, "training": training}
 
 
 def total(kinds: dict[str, float]) -> float:
@@ -278,35 +351,37 @@ def total(kinds: dict[str, float]) -> float:
 
 
 def micro_batch(cfg: config.Config) -> tuple[int, int]:
-    """Tokens of one forward pass of the update, and those of them that the model wrote, when its rows are as
-    long as they may be."""
+    """Tokens of one forward pass of the update, and how many of them the model wrote.
+
+    Its rows are taken as long as they may be.
+    """
     rollout, optim = cfg.rollout, cfg.optim
     longest = rollout.max_episode_tokens
-    # A longer row goes alone
-    tokens = (
-        optim.micro_batch_size * longest
-        if optim.micro_batch_tokens is None
-        else max(optim.micro_batch_tokens, longest)
-    )
-    written = min(
-        (rollout.max_turns + 1) * rollout.max_new_tokens,
-        longest - min(cfg.plan.prompt_tokens, rollout.max_prompt_tokens),
-    )
+    if optim.micro_batch_tokens is None:
+        tokens = optim.micro_batch_size * longest
+    else:
+        # A row longer than the budget is a micro-batch of its own
+        tokens = max(optim.micro_batch_tokens, longest)
+    prompt = min(cfg.plan.prompt_tokens, rollout.max_prompt_tokens)
+    written = min((rollout.max_turns + 1) * rollout.max_new_tokens, longest - prompt)
     return tokens, tokens * written // longest
 
 
 def pass_bytes(shape: Shape, stream: int, compute: int) -> int:
-    """Of a token, in the middle of the MLP of a pass without gradients: embeddings, the layer's input, the
-    residual and its norm; three of the MLP's width."""
+    """Of a token, inside the MLP of a pass without gradients.
+
+    Four tensors of the model's width (embeddings, the layer's input, the residual and its norm) and three of
+    the MLP's.
+    """
     return 4 * shape.hidden * stream + 3 * shape.ffn * compute
 
 
 def saved_bytes(shape: Shape, stream: int, compute: int) -> int:
     """Of a token, for the backward pass of a decoder layer.
 
-    Two norms keep their input, the normed input and their output, the latter once for each matrix where
-    autocast casts it; attention keeps queries, keys, values, what it yields and that laid out for the next
-    matrix; the MLP four of its width.
+    Two norms keep their input, the normalised input and their output, the latter once for each matrix where
+    autocast casts it. Attention keeps queries, keys, values, its output and a contiguous copy of that. The
+    MLP keeps four tensors of its width.
     """
     norms = {(4, 4): 24, (4, 2): 26, (2, 2): 16}[stream, compute]
     return norms * shape.hidden + compute * (3 * shape.query + 2 * shape.kv + 4 * shape.ffn)
@@ -314,7 +389,7 @@ def saved_bytes(shape: Shape, stream: int, compute: int) -> int:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a step of one process by part, with the arithmetic in words; tokens are those of all
+    """Seconds of a step of one process by activity, with the arithmetic in words; tokens are those of all
     processes."""
 
     parts: dict[str, tuple[float, str]]
@@ -322,103 +397,137 @@ class Times:
     written: int
 
 
-def times(cfg: config.Config, shape: Shape, setup: Setup) -> Times:
+@dataclass(frozen=True)
+class Work:
+    """What one process computes in a step, with episodes as long as section `plan` assumes."""
+
+    episodes: float
+    length: int  # tokens of an episode
+    token_flop: int  # of a forward pass
+    scored: float  # passes without gradients over every token
+    flops: float  # a second, as reached
+    bandwidth: float  # bytes a second, as reached
+    compute: int  # bytes of a number in a matrix multiplication
+
+    @property
+    def tokens(self) -> float:
+        return self.episodes * self.length
+
+    def seconds(self, tokens: float) -> float:
+        """Of one forward pass."""
+        return tokens * self.token_flop / self.flops
+
+
+def episode_length(cfg: config.Config) -> int:
+    """Tokens of the episode that section `plan` assumes."""
+    assumed = cfg.plan
+    tokens = assumed.prompt_tokens + assumed.written_tokens + assumed.observation_tokens
+    return min(tokens, cfg.rollout.max_episode_tokens)
+
+
+def work_of_step(cfg: config.Config, shape: Shape, setup: Setup) -> Work:
+    length = episode_length(cfg)
+    scored = 1 - 1 / cfg.optim.updates_per_rollout
+    if cfg.loss.kl_weight > 0:
+        scored += 1
+    if cfg.loss.lld_lag_steps > 0:
+        scored += 1
+    if cfg.monitor.rescore_every:
+        scored += 1 / cfg.monitor.rescore_every
+    return Work(
+        episodes=cfg.rollout.num_questions * cfg.rollout.group_size / setup.processes,
+        length=length,
+        # Attention looks back half an episode on average
+        token_flop=2 * shape.matmul_params + 2 * shape.layers * shape.query * length,
+        scored=scored,
+        flops=cfg.plan.tflops * 1e12 * cfg.plan.efficiency,
+        bandwidth=cfg.plan.bandwidth_gb_s * GB * cfg.plan.efficiency,
+        compute=2 if cfg.model.mixed_precision == "bf16" else 4,
+    )
+
+
+def step_times(cfg: config.Config, shape: Shape, setup: Setup) -> Times:
     """An estimate, on the figures of section `plan`: multiplications 2 a weight and token, 6 with the
     backward pass, 8 where it recomputes."""
-    told, optim = cfg.plan, cfg.optim
-    flops, bandwidth = told.tflops * 1e12 * told.efficiency, told.bandwidth_gb_s * GB * told.efficiency
-    N, compute = shape.params, 2 if cfg.model.mixed_precision == "bf16" else 4
+    work = work_of_step(cfg, shape, setup)
+    passes = 4 if cfg.model.gradient_checkpointing else 3
+    parts = rollout_times(cfg, shape, work)
+    parts["scoring"] = (
+        work.scored * work.seconds(work.tokens),
+        f"{work.scored:.1f} passes over {work.tokens:,.0f} tokens",
+    )
+    parts["update"] = (
+        passes * work.seconds(work.tokens),
+        f"{work.tokens:,.0f} tokens x {passes * work.token_flop / 1e9:.0f} GFLOP",
+    )
+    parts["optimizer"] = optimizer_time(cfg, shape, setup, work)
+    if setup.processes > 1:
+        parts["communication"] = communication_time(cfg, shape, setup, work)
     rows = cfg.rollout.num_questions * cfg.rollout.group_size
-    length = min(
-        told.prompt_tokens + told.written_tokens + told.observation_tokens, cfg.rollout.max_episode_tokens
-    )
-    own = rows / setup.processes  # episodes of a process
-    # Attention looks back half an episode on average
-    token = 2 * shape.matmul_params + 2 * shape.layers * shape.query * length
-    slots = min(cfg.rollout.num_slots, own)
-    steps = own * told.written_tokens / slots
-    step_bytes = N * compute + slots * length * 2 * shape.layers * shape.kv * compute
-    read = own * (told.prompt_tokens / cfg.rollout.group_size + told.observation_tokens)
-    scored = (
-        (1 - 1 / optim.updates_per_rollout)
-        + (cfg.loss.kl_weight > 0)
-        + (cfg.loss.lld_lag_steps > 0)
-        + (1 / cfg.monitor.rescore_every if cfg.monitor.rescore_every else 0)
-    )
-    passes = 8 if cfg.model.gradient_checkpointing else 6
-    micro = (
-        own / optim.micro_batch_size
-        if optim.micro_batch_tokens is None
-        else own * length / optim.micro_batch_tokens
-    )
-    parts = {
+    return Times(parts, rows * work.length, rows * cfg.plan.written_tokens)
+
+
+def rollout_times(cfg: config.Config, shape: Shape, work: Work) -> dict[str, tuple[float, str]]:
+    """Decoding, bound by memory or by arithmetic, and reading prompts (once a group) and observations."""
+    slots = min(cfg.rollout.num_slots, work.episodes)
+    steps = work.episodes * cfg.plan.written_tokens / slots
+    cache = slots * work.length * 2 * shape.layers * shape.kv * work.compute
+    step_bytes = shape.params * work.compute + cache
+    read = work.episodes * (cfg.plan.prompt_tokens / cfg.rollout.group_size + cfg.plan.observation_tokens)
+    return {
         "decode": (
-            steps * max(step_bytes / bandwidth, slots * token / flops),
+            steps * max(step_bytes / work.bandwidth, work.seconds(slots)),
             f"{steps:,.0f} steps of {slots:.0f} slots, each reads {step_bytes / GB:.1f} GB",
         ),
-        "prefill": (read * token / flops, f"{read:,.0f} tokens x {token / 1e9:.1f} GFLOP"),
-        "scoring": (
-            scored * own * length * token / flops,
-            f"{scored:.1f} passes over {own * length:,.0f} tokens",
-        ),
-        "update": (
-            passes / 2 * own * length * token / flops,
-            f"{own * length:,.0f} tokens x {passes / 2 * token / 1e9:.0f} GFLOP",
-        ),
+        "prefill": (work.seconds(read), f"{read:,.0f} tokens x {work.token_flop / 1e9:.1f} GFLOP"),
     }
-    if optim.name == "adamw_offload":
-        parts["optimizer"] = (
-            optim.updates_per_rollout
-            * N
-            * ((4 + compute) / (told.host_gb_s * GB) + 32 / (told.cpu_gb_s * GB)),
-            f"{optim.updates_per_rollout} x ({4 + compute} bytes a weight to and from CPU memory, 32 "
-            "within it)",
-        )
+
+
+def optimizer_time(cfg: config.Config, shape: Shape, setup: Setup, work: Work) -> tuple[float, str]:
+    updates, weights = cfg.optim.updates_per_rollout, shape.params
+    if cfg.optim.name == "adamw_offload":
+        moved = 4 + work.compute
+        of_weight = moved / (cfg.plan.host_gb_s * GB) + 32 / (cfg.plan.cpu_gb_s * GB)
+        why = f"{updates} x ({moved} bytes a weight to and from CPU memory, 32 within it)"
+        return updates * weights * of_weight, why
+    moved = 16 if cfg.optim.name == "adamw_8bit" else 28
+    share = setup.processes if setup.sharded else 1
+    return updates * weights / share * moved / work.bandwidth, f"{updates} x {moved} bytes a weight"
+
+
+def communication_time(cfg: config.Config, shape: Shape, setup: Setup, work: Work) -> tuple[float, str]:
+    link = cfg.plan.link_gb_s * GB
+    if not setup.sharded:
+        updates = cfg.optim.updates_per_rollout
+        return updates * 8 * shape.params / link, f"{updates} x 8 bytes a weight"
+    if cfg.optim.micro_batch_tokens is None:
+        micro_batches = work.episodes / cfg.optim.micro_batch_size
     else:
-        share = setup.processes if setup.sharded else 1
-        moved = 16 if optim.name == "adamw_8bit" else 28
-        parts["optimizer"] = (
-            optim.updates_per_rollout * N / share * moved / bandwidth,
-            f"{optim.updates_per_rollout} x {moved} bytes a weight",
-        )
-    if setup.sharded:
-        moved = N * ((scored + 2) * micro * compute + micro * 4 + compute)
-        parts["communication"] = (
-            moved / (told.link_gb_s * GB),
-            f"{moved / GB:,.0f} GB of weights and gradients between GPUs, as if nothing hid it",
-        )
-    elif setup.processes > 1:
-        parts["communication"] = (
-            optim.updates_per_rollout * 8 * N / (told.link_gb_s * GB),
-            f"{optim.updates_per_rollout} x 8 bytes a weight",
-        )
-    return Times(parts, rows * length, rows * told.written_tokens)
+        micro_batches = work.tokens / cfg.optim.micro_batch_tokens
+    gathers = (work.scored + 2) * micro_batches
+    moved = shape.params * (gathers * work.compute + micro_batches * 4 + work.compute)
+    why = f"{moved / GB:,.0f} GB of weights and gradients between GPUs, as if nothing hid it"
+    return moved / link, why
 
 
-def disk(cfg: config.Config, shape: Shape) -> dict[str, tuple[float, str]]:
+def disk_use(cfg: config.Config, shape: Shape) -> dict[str, tuple[float, str]]:
     """Bytes a run leaves in `run.dir`."""
-    run, told = cfg.run, cfg.plan
-    length = min(
-        told.prompt_tokens + told.written_tokens + told.observation_tokens, cfg.rollout.max_episode_tokens
-    )
-    weight = {
-        "adamw": 4 + 8,
-        "adamw_8bit": 4 + 2,
-        "adamw_offload": (2 if cfg.model.mixed_precision == "bf16" else 4) + 12,
-    }[cfg.optim.name] + 4 * (cfg.loss.lld_lag_steps + 1) * (cfg.loss.lld_lag_steps > 0)
-    count = run.keep_checkpoints + 2 if run.keep_checkpoints else -(-run.steps // run.save_every) + 1
+    run, length = cfg.run, episode_length(cfg)
+    weight = checkpoint_bytes(cfg)
+    count = -(-run.steps // run.save_every) + 1
+    why = ""
+    if run.keep_checkpoints:
+        count = run.keep_checkpoints + 2
+        why = ": the newest, the best, and one being written"
     logs = -(-run.steps // cfg.monitor.trajectories_every) if cfg.monitor.trajectories_every else 0
     episodes = cfg.monitor.trajectories_questions * cfg.rollout.group_size
-    evaluations = (
-        (run.steps // cfg.eval.every + cfg.eval.at_start) * len(cfg.eval.during_training)
-        if cfg.eval.every
-        else 0
-    )
+    evaluations = 0
+    if cfg.eval.every:
+        evaluations = (run.steps // cfg.eval.every + cfg.eval.at_start) * len(cfg.eval.during_training)
     return {
         "checkpoints": (
             shape.params * float(weight) * count,
-            f"{shape.params * weight / GB:.1f} GB each ({weight} bytes a weight), {count} at most"
-            + (": the newest, the best, and one being written" if run.keep_checkpoints else ""),
+            f"{shape.params * weight / GB:.1f} GB each ({weight} bytes a weight), {count} at most{why}",
         ),
         "trajectories": (
             float(logs * episodes * length * 70),
@@ -431,7 +540,16 @@ def disk(cfg: config.Config, shape: Shape) -> dict[str, tuple[float, str]]:
     }
 
 
-def reduced(cfg: config.Config, shape: Shape, setup: Setup) -> config.Config | None:
+def checkpoint_bytes(cfg: config.Config) -> int:
+    """Of a weight: itself, its moments, and the snapshots that a lagged anchor needs."""
+    half = cfg.model.mixed_precision == "bf16"
+    size = {"adamw": 4 + 8, "adamw_8bit": 4 + 2, "adamw_offload": (2 if half else 4) + 12}[cfg.optim.name]
+    if cfg.loss.lld_lag_steps > 0:
+        size += 4 * (cfg.loss.lld_lag_steps + 1)
+    return size
+
+
+def shrink_to_fit(cfg: config.Config, shape: Shape, setup: Setup) -> config.Config | None:
     """`cfg` with as many slots and as large micro-batches, halved and halved again, as fit; None where even
     the smallest do not."""
     while True:
@@ -450,158 +568,159 @@ def reduced(cfg: config.Config, shape: Shape, setup: Setup) -> config.Config | N
             cfg = replace(cfg, optim=replace(optim, micro_batch_tokens=tokens))
 
 
-def remedies(cfg: config.Config, shape: Shape, setup: Setup) -> list[str]:
-    """What could be changed, each with the memory it would take, and with fewer slots and smaller
-    micro-batches where that is not enough."""
-    changes = {"as it is": (cfg, setup)}
+def alternatives(cfg: config.Config, setup: Setup) -> dict[str, tuple[config.Config, Setup]]:
+    """What could be changed to save memory, by the words that say it; first nothing."""
+    found = {"as it is": (cfg, setup)}
     if not cfg.model.gradient_checkpointing:
-        changes["model.gradient_checkpointing=true"] = (
-            replace(cfg, model=replace(cfg.model, gradient_checkpointing=True)),
-            setup,
-        )
-    if not setup.sharded:
-        for name in ("adamw_8bit", "adamw_offload"):
-            if cfg.optim.name != name and setup.on_gpu and (name != "adamw_offload" or setup.processes == 1):
-                changes[f"optim.name={name}"] = (replace(cfg, optim=replace(cfg.optim, name=name)), setup)
-        for number in sorted({setup.processes, 2, 4, 8} - {1}) if setup.on_gpu else ():
+        model = replace(cfg.model, gradient_checkpointing=True)
+        found["model.gradient_checkpointing=true"] = (replace(cfg, model=model), setup)
+    if not setup.sharded and setup.on_gpu:
+        # DDP cannot train offloaded weights (refuse_combination)
+        offered = ("adamw_8bit", "adamw_offload") if setup.processes == 1 else ("adamw_8bit",)
+        for name in offered:
+            if cfg.optim.name != name:
+                found[f"optim.name={name}"] = (replace(cfg, optim=replace(cfg.optim, name=name)), setup)
+        for number in sorted({setup.processes, 2, 4, 8} - {1}):
             if number >= setup.processes:
                 whole = replace(cfg, optim=replace(cfg.optim, name="adamw"))
-                changes[f"sharded over {number} GPUs (FSDP)"] = (
-                    whole,
-                    replace(setup, processes=number, sharded=True),
-                )
-    elif setup.processes < 8:
-        changes["sharded over 8 GPUs"] = (cfg, replace(setup, processes=8))
+                spread = replace(setup, processes=number, sharded=True)
+                found[f"sharded over {number} GPUs (FSDP)"] = (whole, spread)
+    if setup.sharded and setup.processes < 8:
+        found["sharded over 8 GPUs"] = (cfg, replace(setup, processes=8))
     if cfg.loss.kl_weight > 0:
-        changes["loss.kl_weight=0"] = (replace(cfg, loss=replace(cfg.loss, kl_weight=0.0)), setup)
+        found["loss.kl_weight=0"] = (replace(cfg, loss=replace(cfg.loss, kl_weight=0.0)), setup)
+    return found
+
+
+def highest_peak(cfg: config.Config, shape: Shape, setup: Setup) -> float:
+    """Bytes of the phase that takes most."""
+    return max(map(total, estimate(cfg, shape, setup).values()))
+
+
+def verdict(cfg: config.Config, shape: Shape, setup: Setup) -> str:
+    """Whether it fits, and with which fewer slots and smaller micro-batches if not as it is."""
+    less = shrink_to_fit(cfg, shape, setup)
+    if less is None:
+        return "does not fit, whatever the slots and micro-batches"
+    options = []
+    if less.rollout.num_slots != cfg.rollout.num_slots:
+        options.append(f"rollout.num_slots={less.rollout.num_slots}")
+    if less.optim.micro_batch_tokens != cfg.optim.micro_batch_tokens:
+        options.append(f"optim.micro_batch_tokens={less.optim.micro_batch_tokens}")
+    if not options:
+        return "fits"
+    return f"with {' '.join(options)} {highest_peak(less, shape, setup) / GB:.1f} GB"
+
+
+def remedies(cfg: config.Config, shape: Shape, setup: Setup) -> list[str]:
+    """What could be changed, a line each: the memory it would take, and whether it fits."""
     lines = []
-    for label, (changed, where) in changes.items():
-        peak = max(map(total, estimate(changed, shape, where).values()))
-        less = reduced(changed, shape, where)
-        options = (
-            [
-                f"{name}={new}"
-                for name, new, old in (
-                    ("rollout.num_slots", less.rollout.num_slots, changed.rollout.num_slots),
-                    (
-                        "optim.micro_batch_tokens",
-                        less.optim.micro_batch_tokens,
-                        changed.optim.micro_batch_tokens,
-                    ),
-                )
-                if new != old
-            ]
-            if less
-            else []
-        )
-        verdict = "does not fit, whatever the slots and micro-batches"
-        if less:
-            verdict = (
-                (
-                    f"with {' '.join(options)} "
-                    f"{max(map(total, estimate(less, shape, where).values())) / GB:.1f} GB"
-                )
-                if options
-                else "fits"
-            )
-        lines.append(f"  {label}: {peak / GB:.1f} GB; {verdict}")
+    for label, (changed, changed_setup) in alternatives(cfg, setup).items():
+        peak = highest_peak(changed, shape, changed_setup)
+        lines.append(f"  {label}: {peak / GB:.1f} GB; {verdict(changed, shape, changed_setup)}")
     return lines
 
 
-def describe(cfg: config.Config, shape: Shape, setup: Setup) -> str:
+def unit_of(peaks: dict[str, dict[str, float]]) -> tuple[float, str]:
+    """The unit that the table is printed in: (bytes, name)."""
+    return (GB, "GB") if max(map(total, peaks.values())) > GB else (1e6, "MB")
+
+
+def format_plan(cfg: config.Config, shape: Shape, setup: Setup) -> str:
     """The plan as it is printed."""
-    device = "GPU" if setup.on_gpu else "CPU process"
-    limit = f" of {setup.memory / GB:.1f} GB" if setup.memory else ""
-    how = (
-        "weights, gradients and optimizer sharded"
-        if setup.sharded
-        else "each with the whole model"
-        if setup.processes > 1
-        else "not sharded"
-    )
-    phases = estimate(cfg, shape, setup)
-    unit, name = (GB, "GB") if max(map(total, phases.values())) > GB else (1e6, "MB")
-    kinds = list(dict.fromkeys(kind for parts in phases.values() for kind in parts))
-    tokens, written = micro_batch(cfg)
-    lines = (
-        []
-        if setup.on_gpu
-        else [
-            (
-                "No GPU here: this is the plan of a CPU process. For GPUs elsewhere: plan.gpus=8 "
-                "plan.gpu_memory_gb=80, and plan.shard=fsdp for sharded weights."
-            ),
-            "",
-        ]
-    )
-    lines += [
-        (
-            f"{cfg.model.path}: {shape.params / 1e9:.2f} B parameters, {shape.layers} layers of "
-            f"{shape.hidden}, vocabulary {shape.vocab:,}{' (tied)' if shape.tied else ''}"
-        ),
-        f"{setup.processes} {device}{'s' * (setup.processes > 1 and setup.on_gpu)}{'es' * (setup.processes > 1 and not setup.on_gpu)}{limit}, {how}; {cfg.optim.name}, "
-        f"{cfg.model.mixed_precision if setup.on_gpu else 'no'} mixed precision, gradient checkpointing {'on' if cfg.model.gradient_checkpointing else 'off'}",
-        "",
-        (
-            f"Memory of each {device}, {name}, with all episodes as long as allowed "
-            f"({cfg.rollout.max_episode_tokens:,} tokens): {cfg.rollout.num_slots} slots, micro-batches of "
-            f"{tokens:,} tokens, {written:,} of them written"
-        ),
-        f"{'':22}" + "".join(f"{phase:>16}" for phase in phases),
-    ]
-    lines += [
-        f"{kind:22}"
-        + "".join(
-            f"{parts[kind] / unit:16.2f}" if parts.get(kind) else f"{'':16}" for parts in phases.values()
-        )
-        for kind in kinds
-        if any(parts.get(kind) for parts in phases.values())
-    ]
-    lines += [f"{'sum':22}" + "".join(f"{total(parts) / unit:16.2f}" for parts in phases.values())]
+    lines = [*format_run(cfg, shape, setup), "", *format_peaks(cfg, shape, setup)]
     if setup.on_gpu:
-        number = local_processes(setup)
-        lines += ["", f"CPU memory of each machine ({number} process{'es' * (number > 1)}), {name}:"]
-        lines += [
-            (
-                f"  {phase:14}{total(kinds) / unit:8.2f}  "
-                f"{', '.join(f'{kind} {size / unit:.2f}' for kind, size in kinds.items())}"
-            )
-            for phase, kinds in host_memory(cfg, shape, setup).items()
-        ]
-        step = times(cfg, shape, setup)
-        seconds = sum(part for part, _ in step.parts.values())
-        told = cfg.plan
-        lines += [
-            "",
-            (
-                f"A step, estimated for {told.tflops:.0f} TFLOP/s and {told.bandwidth_gb_s:.0f} GB/s of "
-                "which "
-                f"{100 * told.efficiency:.0f} % are reached, {told.link_gb_s:.0f} GB/s between GPUs, "
-                f"{told.host_gb_s:.0f} GB/s to CPU memory;"
-            ),
-        ]
-        lines += [
-            (
-                f"an episode assumed to have {told.prompt_tokens} prompt + {told.written_tokens} written + "
-                f"{told.observation_tokens} observation tokens (options plan.…)"
-            )
-        ]
-        lines += [f"  {what:14}{part:8.0f} s   {why}" for what, (part, why) in step.parts.items()]
-        lines += [
-            (
-                f"  {'sum':14}{seconds:8.0f} s   {step.tokens:,} tokens, {step.written:,} written; "
-                f"{cfg.run.steps} steps: {cfg.run.steps * seconds / 3600:.0f} h, without searches and "
-                "evaluations"
-            )
-        ]
-    lines += ["", "Disk:"] + [
-        f"  {what:14}{size / GB:8.2f} GB  {why}" for what, (size, why) in disk(cfg, shape).items()
-    ]
+        lines += ["", *format_host_memory(cfg, shape, setup), "", *format_times(cfg, shape, setup)]
+    lines += ["", "Disk:"]
+    for what, (size, why) in disk_use(cfg, shape).items():
+        lines.append(f"  {what:14}{size / GB:8.2f} GB  {why}")
     return "\n".join(lines)
 
 
+def format_run(cfg: config.Config, shape: Shape, setup: Setup) -> list[str]:
+    """The model, the devices and the options that memory depends on."""
+    lines = []
+    if not setup.on_gpu:
+        lines += [
+            "No GPU here: this is the plan of a CPU process. For GPUs elsewhere: plan.gpus=8 "
+            "plan.gpu_memory_gb=80, and plan.shard=fsdp for sharded weights.",
+            "",
+        ]
+    if setup.sharded:
+        how = "weights, gradients and optimizer sharded"
+    elif setup.processes > 1:
+        how = "each with the whole model"
+    else:
+        how = "not sharded"
+    device = "GPU" if setup.on_gpu else "CPU process"
+    plural = "s" if setup.on_gpu else "es"
+    devices = f"{setup.processes} {device}{plural if setup.processes > 1 else ''}"
+    if setup.memory:
+        devices += f" of {setup.memory / GB:.1f} GB"
+    tied = " (tied)" if shape.tied else ""
+    precision = cfg.model.mixed_precision if setup.on_gpu else "no"
+    checkpointing = "on" if cfg.model.gradient_checkpointing else "off"
+    return [
+        *lines,
+        f"{cfg.model.path}: {shape.params / 1e9:.2f} B parameters, {shape.layers} layers of "
+        f"{shape.hidden}, vocabulary {shape.vocab:,}{tied}",
+        f"{devices}, {how}; {cfg.optim.name}, {precision} mixed precision, gradient checkpointing "
+        f"{checkpointing}",
+    ]
+
+
+def format_peaks(cfg: config.Config, shape: Shape, setup: Setup) -> list[str]:
+    """The table of memory: a column a phase, a line a kind, and the sums."""
+    peaks = estimate(cfg, shape, setup)
+    unit, name = unit_of(peaks)
+    tokens, written = micro_batch(cfg)
+    device = "GPU" if setup.on_gpu else "CPU process"
+    lines = [
+        f"Memory of each {device}, {name}, with all episodes as long as allowed "
+        f"({cfg.rollout.max_episode_tokens:,} tokens): {cfg.rollout.num_slots} slots, micro-batches of "
+        f"{tokens:,} tokens, {written:,} of them written",
+        f"{'':22}" + "".join(f"{phase:>16}" for phase in peaks),
+    ]
+    for kind in dict.fromkeys(kind for kinds in peaks.values() for kind in kinds):
+        sizes = [kinds.get(kind, 0) / unit for kinds in peaks.values()]
+        if any(sizes):
+            lines.append(f"{kind:22}" + "".join(f"{size:16.2f}" if size else f"{'':16}" for size in sizes))
+    sums = [total(kinds) / unit for kinds in peaks.values()]
+    return [*lines, f"{'sum':22}" + "".join(f"{size:16.2f}" for size in sums)]
+
+
+def format_host_memory(cfg: config.Config, shape: Shape, setup: Setup) -> list[str]:
+    unit, name = unit_of(estimate(cfg, shape, setup))
+    number = local_processes(setup)
+    processes = "1 process" if number == 1 else f"{number} processes"
+    lines = [f"CPU memory of each machine ({processes}), {name}:"]
+    for phase, kinds in host_memory(cfg, shape, setup).items():
+        terms = ", ".join(f"{kind} {size / unit:.2f}" for kind, size in kinds.items())
+        lines.append(f"  {phase:14}{total(kinds) / unit:8.2f}  {terms}")
+    return lines
+
+
+def format_times(cfg: config.Config, shape: Shape, setup: Setup) -> list[str]:
+    step, assumed = step_times(cfg, shape, setup), cfg.plan
+    seconds = sum(part for part, _ in step.parts.values())
+    lines = [
+        f"A step, estimated for {assumed.tflops:.0f} TFLOP/s and {assumed.bandwidth_gb_s:.0f} GB/s of which "
+        f"{100 * assumed.efficiency:.0f} % are reached, {assumed.link_gb_s:.0f} GB/s between GPUs, "
+        f"{assumed.host_gb_s:.0f} GB/s to CPU memory;",
+        f"an episode assumed to have {assumed.prompt_tokens} prompt + {assumed.written_tokens} written + "
+        f"{assumed.observation_tokens} observation tokens (options plan.…)",
+    ]
+    for what, (part, why) in step.parts.items():
+        lines.append(f"  {what:14}{part:8.0f} s   {why}")
+    lines.append(
+        f"  {'sum':14}{seconds:8.0f} s   {step.tokens:,} tokens, {step.written:,} written; "
+        f"{cfg.run.steps} steps: {cfg.run.steps * seconds / 3600:.0f} h, without searches and evaluations"
+    )
+    return lines
+
+
 def refuse_combination(cfg: config.Config, setup: Setup) -> None:
-    """Raises ValueError for an optimizer that works on whole tensors where they are cut."""
+    """Raises ValueError for an optimizer that works on whole tensors where they are sharded."""
     if setup.sharded and cfg.optim.name != "adamw":
         raise ValueError(
             f"optim.name = {cfg.optim.name!r} works on whole weights, and here they are sharded: use adamw "
@@ -615,87 +734,81 @@ def refuse_combination(cfg: config.Config, setup: Setup) -> None:
         )
 
 
+def is_first_process() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
 def main(cfg: config.Config) -> int:
-    """`train.py --plan`: prints the plan on the first process; the exit code, 2 where it does not fit."""
+    """`train.py --plan`: prints the plan on the first process; returns the exit code, 2 if it does not fit."""
     shape, setup = read_shape(cfg), read_setup(cfg)
     refuse_combination(cfg, setup)
-    first = os.environ.get("RANK", "0") == "0"
-    if first:
-        print(describe(cfg, shape, setup))
+    lines = [format_plan(cfg, shape, setup), ""]
+    code = 0
+    sums = {phase: total(kinds) for phase, kinds in estimate(cfg, shape, setup).items()}
+    phase = max(sums, key=sums.get)
+    peak = sums[phase] / GB
     if setup.memory is None:
-        if first:
-            print("\nHow much memory a GPU has is not known here: plan.gpu_memory_gb=80 says it.")
-        return 0
-    phase, peak = max(
-        ((name, total(kinds)) for name, kinds in estimate(cfg, shape, setup).items()),
-        key=lambda item: item[1],
-    )
-    if peak <= setup.memory:
-        if first:
-            print(f"\nFits: {peak / GB:.1f} of {setup.memory / GB:.1f} GB, most of it in phase {phase!r}.")
-        return 0
-    if first:
-        lines = "\n".join(remedies(cfg, shape, setup))
-        print(
-            f"\nDoes not fit: phase {phase!r} needs {peak / GB:.1f} GB and there are "
-            f"{setup.memory / GB:.1f}. What would, and what it would take:\n{lines}"
+        lines.append("How much memory a GPU has is not known here: plan.gpu_memory_gb=80 says it.")
+    elif sums[phase] <= setup.memory:
+        lines.append(f"Fits: {peak:.1f} of {setup.memory / GB:.1f} GB, most of it in phase {phase!r}.")
+    else:
+        code = 2
+        lines.append(
+            f"Does not fit: phase {phase!r} needs {peak:.1f} GB and there are {setup.memory / GB:.1f}. "
+            "What would, and what it would take:"
         )
-    return 2
+        lines += remedies(cfg, shape, setup)
+    if is_first_process():
+        print("\n".join(lines))
+    return code
 
 
 def check(cfg: config.Config) -> None:
-    """Before a run on a GPU: ValueError where what is always there cannot fit, a warning where the peak may
-    not. The estimate counts on the longest episodes, so it alone refuses nothing."""
+    """Before a run on a GPU: raises ValueError if what is always allocated cannot fit, warns if the peak may
+    not.
+
+    The estimate takes the longest episodes, so the peak alone refuses nothing.
+    """
     setup = read_setup(replace(cfg, plan=config.Plan()))
     refuse_combination(cfg, setup)
     if not torch.cuda.is_available():
         return
     shape = read_shape(cfg)
     check_host(cfg, shape, setup)
-    phases = estimate(cfg, shape, setup)
-    fixed = max(
-        total(
-            {
-                kind: size
-                for kind, size in kinds.items()
-                if kind in ("weights", "optimizer", "reference", "anchor", "gradients", "rollout copy")
-            }
-        )
-        for kinds in phases.values()
+    peak = highest_peak(cfg, shape, setup)
+    if peak <= setup.memory:
+        return
+    remedy = (
+        f"GB of a GPU's {setup.memory / GB:.1f} GB; `train.py --plan` prints the terms. What would fit:\n"
+        + "\n".join(remedies(cfg, shape, setup))
     )
-    peak = max(map(total, phases.values()))
-    told = (
-        f"{{:.1f}} GB of a GPU's {setup.memory / GB:.1f} GB; `train.py --plan` prints the terms. What "
-        "would fit:\n" + "\n".join(remedies(cfg, shape, setup))
-        if peak > setup.memory
-        else ""
-    )
+    fixed = total(trained_weights(cfg, shape, setup, widths_of(cfg, setup)))
     if fixed > setup.memory:
-        raise ValueError(f"weights, gradients, optimizer and copies alone take {told.format(fixed / GB)}")
-    if told and os.environ.get("RANK", "0") == "0":
+        raise ValueError(f"weights, gradients, optimizer and copies alone take {fixed / GB:.1f} {remedy}")
+    if is_first_process():
         print(
-            f"train.py: with episodes as long as allowed this run takes {told.format(peak / GB)}",
+            f"train.py: with episodes as long as allowed this run takes {peak / GB:.1f} {remedy}",
             file=sys.stderr,
             flush=True,
         )
 
 
 def check_host(cfg: config.Config, shape: Shape, setup: Setup) -> None:
-    """ValueError where a machine's CPU memory cannot even hold the models while they are opened, a warning
-    where training may not fit.
+    """Raises ValueError if a machine's CPU memory cannot hold the models while they are opened, warns if
+    training may not fit.
 
-    What the kernel does of itself, it does without a word: it kills the largest process.
+    Otherwise the kernel would kill the largest process without a message.
     """
     available = memory.available_bytes()
     for phase, kinds in host_memory(cfg, shape, setup).items():
         if total(kinds) <= available:
             continue
-        told = (
+        needed = (
             f"{phase} takes {total(kinds) / GB:.1f} GB of CPU memory on a machine with "
             f"{local_processes(setup)} processes ({', '.join(kinds)}), and {available / GB:.1f} GB are "
             "available"
         )
         if phase == "opening models":
-            raise ValueError(f"{told}: use a machine with more, fewer processes on it, or a smaller model")
-        if os.environ.get("RANK", "0") == "0":
-            print(f"train.py: {told}; `train.py --plan` prints the terms", file=sys.stderr, flush=True)
+            raise ValueError(f"{needed}: use a machine with more, fewer processes on it, or a smaller model")
+        if is_first_process():
+            print(f"train.py: {needed}; `train.py --plan` prints the terms", file=sys.stderr, flush=True)
