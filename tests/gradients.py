@@ -35,7 +35,10 @@ def make_episodes(num_rows: int, vocab_size: int) -> list[Episode]:
     """Ragged episodes of up to three actions with observations between; their log-probabilities are made
     up."""
     generator = torch.Generator().manual_seed(7)
-    draw = lambda low, high: int(torch.randint(low, high, (1,), generator=generator))
+
+    def draw(low, high):
+        return int(torch.randint(low, high, (1,), generator=generator))
+
     episodes = []
     for row in range(num_rows):
         question = Question(f"q/{row // 3}", "who?", ("a",), "q")

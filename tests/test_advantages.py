@@ -23,7 +23,7 @@ def test_agrees_with_a_python_loop_and_groups_do_not_mix(dtype, normalize_std):
     rewards_PG = torch.rand(6, 5, generator=torch.Generator().manual_seed(0), dtype=dtype)
     advantages_PG = group_advantages(rewards_PG, normalize_std=normalize_std)
     assert advantages_PG.dtype == dtype
-    for rewards, advantages in zip(rewards_PG.tolist(), advantages_PG.tolist()):
+    for rewards, advantages in zip(rewards_PG.tolist(), advantages_PG.tolist(), strict=True):
         mean = sum(rewards) / 5
         std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / 4)
         scale = std + 1e-6 if normalize_std else 1.0

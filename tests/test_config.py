@@ -20,7 +20,7 @@ def test_shipped_configs_load_and_state_only_departures(path):
     cfg = settings.load(str(path))
     defaults = settings.to_dict(config.Config())
     for section, options in yaml.safe_load(path.read_text()).items():
-        for name, value in options.items():
+        for name, _value in options.items():
             if (section, name) not in {("run", "dir"), ("run", "seed")}:
                 assert settings.to_dict(cfg)[section][name] != defaults[section][name], (
                     f"{section}.{name} is the default"

@@ -128,7 +128,10 @@ def test_a_folder_gives_the_file_of_the_split_and_test_falls_back_to_dev_then_tr
     for split in ("train", "dev", "test"):
         write_jsonl(tmp_path / "nq" / f"{split}.jsonl", flashrag(f"{split}_0"))
     folder = str(tmp_path / "nq")
-    ids = lambda split: [q.id for q in load_questions(folder, split=split)]
+
+    def ids(split):
+        return [q.id for q in load_questions(folder, split=split)]
+
     assert ids("train") == ["nq/train_0"] and ids("dev") == ["nq/dev_0"] and ids("test") == ["nq/test_0"]
     (tmp_path / "nq" / "test.jsonl").unlink()
     assert ids("test") == ["nq/dev_0"]

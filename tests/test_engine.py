@@ -92,7 +92,9 @@ def test_recorded_logprobs_are_the_trainers(lm, tokenizer):
         with torch.no_grad():
             trainer, _ = Policy(lm)(row, scored, temperature=0.7)
         gap = max(
-            abs(p - t) for p, t in zip(recorded, trainer[0, len(PROMPTS[key]) :].tolist()) if p is not None
+            abs(p - t)
+            for p, t in zip(recorded, trainer[0, len(PROMPTS[key]) :].tolist(), strict=True)
+            if p is not None
         )
         assert gap < 1e-4
 
@@ -153,7 +155,7 @@ def test_a_decoder_run_layer_by_layer_is_transformers_own(kind, tokenizer):
     gaps = [
         abs(a - b)
         for key, kept in outcomes[0][1].items()
-        for a, b in zip(kept, outcomes[1][1][key])
+        for a, b in zip(kept, outcomes[1][1][key], strict=True)
         if a is not None
     ]
     assert len(gaps) > 200 and max(gaps) < 1e-4
@@ -247,7 +249,8 @@ def test_sampling_frequencies_are_the_distribution():
     uniforms = (torch.arange(20000) + 0.5).div(20000).double()
     for temperature, top_p in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.8)):
         token, logprob = map(
-            torch.tensor, zip(*sample_tokens(logits.expand(20000, -1), uniforms, temperature, top_p))
+            torch.tensor,
+            zip(*sample_tokens(logits.expand(20000, -1), uniforms, temperature, top_p), strict=True),
         )
         wanted = (logits[0] / temperature).softmax(-1)
         if top_p < 1:  # by hand: .644, .237 -> .881 reaches .8 with two tokens
@@ -264,7 +267,7 @@ def test_a_long_vocabulary_is_searched_in_blocks():
     logits = torch.randn(200, 5000, generator=generator) * torch.linspace(0.1, 5, 200)[:, None]
     uniforms = torch.rand(200, generator=generator, dtype=torch.float64)
     for top_p in (1.0, 0.5, 0.999):
-        token, logprob = map(torch.tensor, zip(*sample_tokens(logits, uniforms, 1.0, top_p)))
+        token, logprob = map(torch.tensor, zip(*sample_tokens(logits, uniforms, 1.0, top_p), strict=True))
         probs = logits.double().softmax(-1)
         if top_p < 1:
             ranked, order = probs.sort(descending=True)

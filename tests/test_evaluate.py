@@ -193,9 +193,10 @@ def open_world(world):
         stop_strings=protocol.STOP_STRINGS,
         eos_ids=load.eos_ids(lm, tokenizer),
     )
-    search = lambda queries: [
-        [protocol.Passage("0", f'"Found"\n{query} was born in Arden.')] for query in queries
-    ]
+
+    def search(queries):
+        return [[protocol.Passage("0", f'"Found"\n{query} was born in Arden.')] for query in queries]
+
     return cfg, tokenizer, engine, search
 
 
@@ -383,9 +384,9 @@ def test_evaluation_takes_its_own_number_of_turns(world):
         end, again = tokenizer.convert_tokens_to_ids(["</information>", "<search>"])
         engine.lm.lm_head.weight[:, end] = 0
         engine.lm.lm_head.weight[again, end] = 1  # searches for ever
-    for cfg, num_turns in ((talk, 2), (cfg, 5)):
+    for options, num_turns in ((talk, 2), (cfg, 5)):
         (record,) = evaluate.evaluate_questions(
-            engine, tokenizer, [Question("a", "of kind alpha", ("Arden",), "nq")], search, cfg, seed=0
+            engine, tokenizer, [Question("a", "of kind alpha", ("Arden",), "nq")], search, options, seed=0
         )
         assert (
             record["num_turns"],
@@ -467,7 +468,7 @@ def test_search_failure_of_one_process_reaches_the_others(world, monkeypatch):
 
 
 def test_figures_of_a_whole_evaluation(whole, capsys):
-    results, records = read(whole)
+    results, _records = read(whole)
     nq = results["benchmarks"]["nq"]
     # Right: alpha/Arden, gamma/Arden, beta/Arden, gamma/the Arden, alpha/arden!. Found: 2 of 3 alpha, none of
     # 2 beta or 2 gamma.
@@ -498,19 +499,21 @@ def test_figures_of_a_whole_evaluation(whole, capsys):
 
 
 def test_averages_get_their_intervals_from_all_sets():
-    records = lambda name, hits: [
-        {
-            "id": f"{name}/{i}",
-            "num_searches": 1,
-            "num_turns": 1,
-            "num_valid_actions": 1,
-            "truncated": False,
-            "gold_in_results": None,
-            "answer": "x",
-        }
-        | dict.fromkeys(("em", "f1", "cover_em"), float(i < hits))
-        for i in range(400)
-    ]
+    def records(name, hits):
+        return [
+            {
+                "id": f"{name}/{i}",
+                "num_searches": 1,
+                "num_turns": 1,
+                "num_valid_actions": 1,
+                "truncated": False,
+                "gold_in_results": None,
+                "answer": "x",
+            }
+            | dict.fromkeys(("em", "f1", "cover_em"), float(i < hits))
+            for i in range(400)
+        ]
+
     sets = {name: records(name, 200) for name in ("nq", "triviaqa", "popqa")}
     scores = command.score_records(sets)
     assert command.score_records({name: rows[::-1] for name, rows in reversed(sets.items())}) == scores, (
@@ -787,6 +790,9 @@ def test_a_gpu_evaluates_the_model_that_training_plays_with(world, monkeypatch):
             == {torch.float32}
             == {buffer.dtype for buffer in lm.buffers()}
         )
-    tensors = lambda model: [*model.parameters(), *model.buffers()]
+
+    def tensors(model):
+        return [*model.parameters(), *model.buffers()]
+
     assert all(torch.equal(one, other) for one, other in zip(tensors(opened[0]), tensors(twin), strict=True))
     assert all(torch.equal(one, other) for one, other in zip(tensors(opened[1]), tensors(lm), strict=True))

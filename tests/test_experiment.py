@@ -38,7 +38,8 @@ for step in range(len(path.read_text().splitlines()) if path.exists() else 0, cf
         sys.exit("seed 7 is cursed")
     if cfg.run.seed == 9:
         time.sleep(60)
-    row = {"step": step, "reward/mean": 0.5, "displacement/correct": -0.02, "entropy": 0.1, "grad_norm_max": 2.0, "skipped_updates": 0}
+    row = {"step": step, "reward/mean": 0.5, "displacement/correct": -0.02}
+    row |= {"entropy": 0.1, "grad_norm_max": 2.0, "skipped_updates": 0}
     if step + 1 == cfg.run.steps:
         row["eval/nq/em"] = 0.5 + cfg.loss.lld_weight + cfg.run.seed / 100
     with open(path, "a") as file:
@@ -87,7 +88,7 @@ def started(folder, world="plain"):
     return [line.split()[0] for line in path.read_text().splitlines()] if path.exists() else []
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------
 # plan
 
 
@@ -181,7 +182,7 @@ def test_mistakes_are_refused_with_their_place_before_anything_runs(
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-# -------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------
 # run
 
 
@@ -309,7 +310,7 @@ def test_a_world_is_made_once_before_its_runs(tmp_path, monkeypatch, fake_train)
     )
 
 
-# ------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------
 # statistics
 
 
@@ -369,7 +370,7 @@ def test_the_fall_is_dated_from_its_unbroken_part():
 def rows_of(rewards, **series):
     rows = [{"step": step, "reward/mean": reward} for step, reward in enumerate(rewards)]
     for name, values in series.items():
-        for row, value in zip(rows, values):
+        for row, value in zip(rows, values, strict=True):
             if value is not None:
                 row[
                     {
@@ -429,7 +430,7 @@ def test_recovery_is_measured_by_the_reward_before_the_collapse():
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------
 # tables
 
 
@@ -477,7 +478,7 @@ def test_tables_by_hand():
         run_of("lld", "3e-4", seed, em) for seed, em in enumerate([0.76, 0.76, 0.76])
     ]
     table = outcomes.by_rate(runs)
-    row = dict(zip(table.header, table.rows[1]))
+    row = dict(zip(table.header, table.rows[1], strict=True))
     # 4.303 x 0.3464 / sqrt 3
     assert (
         row["arm"] == "grpo"
@@ -486,7 +487,8 @@ def test_tables_by_hand():
         and row["EM final"] == "0.30 ± 0.86"
     )
     best = [
-        dict(zip(outcomes.own_best(runs, "grpo").header, row)) for row in outcomes.own_best(runs, "grpo").rows
+        dict(zip(outcomes.own_best(runs, "grpo").header, row, strict=True))
+        for row in outcomes.own_best(runs, "grpo").rows
     ]
     assert row["EM halved"] == "2/3"  # 0.1 after a start of 0.3
     assert (
@@ -503,7 +505,8 @@ def test_tables_by_hand():
         "1e-4, 3e-4",
     ) and best[1]["minus grpo at its own"].startswith("-0.05")
     pairs = [
-        dict(zip(outcomes.paired(runs, "grpo").header, row)) for row in outcomes.paired(runs, "grpo").rows
+        dict(zip(outcomes.paired(runs, "grpo").header, row, strict=True))
+        for row in outcomes.paired(runs, "grpo").rows
     ]
     assert (
         pairs[1]["EM final"].startswith("+0.46")
@@ -529,7 +532,7 @@ def test_warnings_by_hand():
     runs = [
         (
             run_of(name, "1e-4", 0, 0.5, collapsed[name]),
-            [{"step": step, "phase": phase} for step, phase in zip(steps, phases[name])],
+            [{"step": step, "phase": phase} for step, phase in zip(steps, phases[name], strict=True)],
         )
         for name in phases
     ]

@@ -158,7 +158,7 @@ def test_only_what_was_retrieved_is_trained_on(folder, monkeypatch, overlap):
         searched = [turn for turn in episode.turns if turn.searched]
         for turn in searched:
             assert (turn.content, tuple(passage.contents for passage in turn.passages)) in retrieved
-        for turn, ids in zip(searched, observations(episode)):
+        for turn, ids in zip(searched, observations(episode), strict=True):
             assert ids == protocol.render_observation(tokenizer, list(turn.passages), 100)[0]
             num_observations += 1
     assert num_observations > 15

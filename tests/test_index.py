@@ -260,7 +260,10 @@ def test_a_flipped_cut_or_missing_file_is_named(folder, tmp_path, name, backend,
         backend=backend,
         rerank=20 if (name[:3], backend) == ("vec", "faiss") else 0,
     )
-    check = lambda: backends.check(copy)
+
+    def check():
+        return backends.check(copy)
+
     open_retriever(options)
     check()
     assert f"{copy}: " in capsys.readouterr().out
@@ -488,9 +491,12 @@ def test_approximate_indexes_find_most_and_rerank_finds_more(folder, index, leas
         build(folder, index, index)
     queries = [passage["contents"] for passage in make_passages(40, seed=1)]
     exact = open_retriever(options_of(folder, "whole")).search(queries, 10)
-    recall = lambda found: np.mean(
-        [len({p.id for p in a} & {p.id for p in b}) / 10 for a, b in zip(exact, found)]
-    )
+
+    def recall(found):
+        return np.mean(
+            [len({p.id for p in a} & {p.id for p in b}) / 10 for a, b in zip(exact, found, strict=True)]
+        )
+
     plain = recall(open_retriever(options_of(folder, index)).search(queries, 10))
     reranked = open_retriever(options_of(folder, index, rerank=200)).search(queries, 10)
     assert plain >= least and recall(reranked) >= max(plain, 0.97)
@@ -509,7 +515,10 @@ def test_faiss_parameters_reach_the_index_and_wrong_ones_are_named(folder):
         )
         for probes in (1, 16)
     }
-    ids = lambda hits: [[p.id for p in passages] for passages in hits]
+
+    def ids(hits):
+        return [[p.id for p in passages] for passages in hits]
+
     assert ids(found[16]) == ids(exact) != ids(found[1])
     with pytest.raises(ValueError, match="retriever.faiss_params = 'nprobes=2': .* does not take it"):
         open_retriever(options_of(folder, "lists", faiss_params="nprobes=2"))
@@ -708,7 +717,7 @@ def test_shuffled_lengths_share_batches_by_length(folder):
         sum(map(len, seen)) == 64
         and max(map(len, seen)) <= 8
         and len(seen) < 12
-        and all(max(a) <= min(b) for a, b in zip(seen, seen[1:]))
+        and all(max(a) <= min(b) for a, b in itertools.pairwise(seen))
     )
     np.testing.assert_allclose(
         vectors_QD, np.concatenate([encoder.encode([text], "passage") for text in texts]), atol=1e-6
@@ -720,7 +729,10 @@ def test_batches_are_cut_where_it_costs_least():
     draw = random.Random(0)
     for most, pass_tokens in itertools.product((1, 3, 9), (0, 7, 50)):
         lengths = sorted(draw.choice((4, 5, 20, 21, 60)) for _ in range(9))
-        cost = lambda cuts: sum(pass_tokens + (end - start) * lengths[end - 1] for start, end in cuts)
+
+        def cost(cuts):
+            return sum(pass_tokens + (end - start) * lengths[end - 1] for start, end in cuts)
+
         ways = (
             [(a, b) for a, b in itertools.pairwise([0, *inner, 9])]
             for count in range(9)

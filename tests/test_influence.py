@@ -121,7 +121,7 @@ def test_closed_form_and_matrix_agree_with_a_naive_double_loop():
     matrix = influence_matrix(pairs_MN, tokens, group.right, 4)
     num_tokens = [sum(action > 0 for action in episode.action_ids) for episode in group.episodes]
     residuals = []
-    for state_C, target in zip(tokens.states_NC, tokens.targets_N):
+    for state_C, target in zip(tokens.states_NC, tokens.targets_N, strict=True):
         residual_V = -(weight @ state_C / temperature).softmax(0)
         residual_V[target] += 1
         residuals.append(residual_V)
@@ -217,7 +217,7 @@ def test_true_change_of_the_whole_model_is_minus_the_product_of_gradients():
         update = torch.autograd.grad((score() * shares_N)[tokens.row_N == member].sum(), parameters)
         for response in group.right:
             own = torch.autograd.grad(score()[tokens.row_N == response].sum(), parameters)
-            wanted = sum(float((a * b).sum()) for a, b in zip(update, own))
+            wanted = sum(float((a * b).sum()) for a, b in zip(update, own, strict=True))
             assert float(changes_GN[member, tokens.row_N == response].sum()) == pytest.approx(
                 wanted, rel=2e-2, abs=2e-2
             )
@@ -377,7 +377,9 @@ def test_the_command_plays_prints_and_writes(tmp_path, monkeypatch, capsys):
 
 
 def test_without_out_the_figures_go_into_the_runs_folder_and_follow_no_link(tmp_path, monkeypatch):
-    where = lambda ckpt, out=None: closed_form.out_file(SimpleNamespace(ckpt=ckpt, out=out))
+    def where(ckpt, out=None):
+        return closed_form.out_file(SimpleNamespace(ckpt=ckpt, out=out))
+
     ckpt = tmp_path / "run" / "checkpoints" / "step_000040"
     ckpt.mkdir(parents=True)
     assert where(ckpt) == tmp_path / "run" / "influence" / "step_000040.json" and where(ckpt).parent.is_dir()

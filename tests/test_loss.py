@@ -22,8 +22,13 @@ def ragged(seed, dtype=torch.float64):
     them apart.
     """
     generator = torch.Generator().manual_seed(seed)
-    rand = lambda *size: torch.rand(*size, generator=generator, dtype=torch.float64)
-    randint = lambda low, high: int(torch.randint(low, high, (), generator=generator))
+
+    def rand(*size):
+        return torch.rand(*size, generator=generator, dtype=torch.float64)
+
+    def randint(low, high):
+        return int(torch.randint(low, high, (), generator=generator))
+
     num_rows, num_tokens = 8, 17
     ids_BT = torch.zeros(num_rows, num_tokens, dtype=torch.long)
     answer_mask_BT = torch.zeros(num_rows, num_tokens, dtype=torch.bool)
@@ -263,7 +268,9 @@ TOLERANT = {
 
 @pytest.mark.parametrize("gate, tolerance", TOLERANT)
 def test_lld_with_a_tolerance_by_hand(gate, tolerance):
-    terms = lambda x: lld_terms(x, OLD_BT, torch.tensor([0.5, 0.0]), IDS_BT, gate=gate, tolerance=tolerance)
+    def terms(x):
+        return lld_terms(x, OLD_BT, torch.tensor([0.5, 0.0]), IDS_BT, gate=gate, tolerance=tolerance)
+
     value_BT, gradient_BT = value_and_gradient(terms, OLD_BT - FALLS_BT)
     expected_BT = torch.tensor(TOLERANT[gate, tolerance], dtype=torch.float64)
     assert torch.equal(value_BT, expected_BT)
@@ -282,9 +289,10 @@ def test_surrogate_by_hand():
     value_BT, gradient_BT = value_and_gradient(
         lambda x: surrogate_terms(x, old_BT, advantages_B, mask_BT, **CLIP), logprobs_BT
     )
-    close = lambda x, y: torch.testing.assert_close(
-        x, torch.tensor(y, dtype=torch.float64), rtol=0, atol=1e-12
-    )
+
+    def close(x, y):
+        return torch.testing.assert_close(x, torch.tensor(y, dtype=torch.float64), rtol=0, atol=1e-12)
+
     close(value_BT, [[-2.56, -1.0, -2.2, 0.0], [1.5, 0.8, 1.1, 0.0]])
     close(gradient_BT, [[0.0, -1.0, -2.2, 0.0], [1.5, 0.0, 1.1, 0.0]])
 
@@ -297,9 +305,10 @@ def test_gspo_by_hand():
         torch.tensor([2.0], dtype=torch.float64),
         torch.tensor([[True, True, False, True]]),
     )
-    terms = lambda x: surrogate_terms(
-        x, torch.zeros_like(logprobs_BT), advantages_B, mask_BT, kind="gspo", **CLIP
-    )
+
+    def terms(x):
+        return surrogate_terms(x, torch.zeros_like(logprobs_BT), advantages_B, mask_BT, kind="gspo", **CLIP)
+
     value_BT, gradient_BT = value_and_gradient(terms, logprobs_BT)
     expected_BT = torch.tensor([[-2.0, -2.0, 0.0, -2.0]], dtype=torch.float64) * math.exp(0.1)
     torch.testing.assert_close(value_BT, expected_BT, rtol=0, atol=1e-12)
@@ -380,7 +389,7 @@ def official_lld(
         for run in runs:
             falls = [old_BT[b, t].item() - logprobs_BT[b, t] for t in run]
             if sum(fall.item() for fall in falls) > 0:
-                for t, fall in zip(run, falls):
+                for t, fall in zip(run, falls, strict=True):
                     coefficient = (
                         weight_lambda if code_answer_mask_BT[b, t] else min(mask_weight, weight_lambda)
                     )
@@ -474,12 +483,15 @@ def test_lld_over_the_papers_normaliser(gate):
                 for k in range(1, int(ids_BT[b].max()) + 1)
             ]
             num_preserved += sum(map(len, actions))
-            fall = lambda tokens: sum(old_BT[b, t] - x[b, t] for t in tokens)
-            penalty = lambda tokens: sum(
-                (old_BT[b, t] - x[b, t]) * bool(old_BT[b, t] > x[b, t]) for t in tokens
-            )
+
+            def fall(tokens):
+                return sum(old_BT[b, t] - x[b, t] for t in tokens)
+
+            def penalty(tokens):
+                return sum((old_BT[b, t] - x[b, t]) * bool(old_BT[b, t] > x[b, t]) for t in tokens)
+
             inner = sum(penalty(action) for action in actions if gate != "action" or fall(action) > 0)
-            if gate != "response" or fall(sum(actions, [])) > 0:
+            if gate != "response" or fall([t for action in actions for t in action]) > 0:
                 total = total + inner
         return total / num_preserved
 
@@ -493,15 +505,19 @@ def test_policy_terms_are_the_official_codes_token_mean_and_gspo_row_mean():
     for seed in range(3):
         logprobs_BT, old_BT, _, advantages_B, ids_BT, _ = ragged(seed)
         mask_BT = ids_BT > 0
-        terms = lambda x, kind: surrogate_terms(
-            x, old_BT, advantages_B, mask_BT, kind=kind, clip_low=0.2, clip_high=0.2
-        )
+
+        def terms(x, kind):
+            return surrogate_terms(x, old_BT, advantages_B, mask_BT, kind=kind, clip_low=0.2, clip_high=0.2)
+
         assert_scalar_same(
             lambda x: terms(x, "grpo").sum() / mask_BT.sum(),
             lambda x: official_policy(x, old_BT, advantages_B, mask_BT, False),
             logprobs_BT,
         )
-        row_mean = lambda x: (terms(x, "gspo").sum(dim=1) / mask_BT.sum(dim=1).clamp(min=1)).mean()
+
+        def row_mean(x):
+            return (terms(x, "gspo").sum(dim=1) / mask_BT.sum(dim=1).clamp(min=1)).mean()
+
         assert_scalar_same(
             row_mean, lambda x: official_policy(x, old_BT, advantages_B, mask_BT, True), logprobs_BT
         )
@@ -525,7 +541,10 @@ def test_policy_terms_are_the_papers_sequence_mean():
         return sum(rows) / len(rows)
 
     mask_BT = ids_BT > 0
-    terms = lambda x: surrogate_terms(x, old_BT, advantages_B, mask_BT, clip_low=0.2, clip_high=0.2)
+
+    def terms(x):
+        return surrogate_terms(x, old_BT, advantages_B, mask_BT, clip_low=0.2, clip_high=0.2)
+
     assert_scalar_same(
         lambda x: (terms(x).sum(dim=1) / mask_BT.sum(dim=1)).mean(), lambda x: -eq1(x), logprobs_BT
     )
@@ -622,11 +641,18 @@ def test_whatever_stands_outside_the_mask_reaches_neither_values_nor_gradients(k
         for tensor_BT in {"new": [new_BT], "old": [old_BT], "both": [new_BT, old_BT]}[side]:
             tensor_BT[1, 2] = hole  # the one token the model did not write
         advantages_B, mask_BT = torch.tensor([1.0, 0.5]), IDS_BT > 0
-        policy = lambda old: lambda x: surrogate_terms(x, old, advantages_B, mask_BT, kind=kind, **CLIP)
-        lld = lambda old: lambda x: sum(lld_terms(x, old, advantages_B, IDS_BT, gate=gate) for gate in GATES)
+
+        def policy(old):
+            return lambda x: surrogate_terms(x, old, advantages_B, mask_BT, kind=kind, **CLIP)
+
+        def lld(old):
+            return lambda x: sum(lld_terms(x, old, advantages_B, IDS_BT, gate=gate) for gate in GATES)
+
         for terms in (policy, lld):
             for got, expected in zip(
-                value_and_gradient(terms(old_BT), new_BT), value_and_gradient(terms(clean[1]), clean[0])
+                value_and_gradient(terms(old_BT), new_BT),
+                value_and_gradient(terms(clean[1]), clean[0]),
+                strict=True,
             ):
                 assert torch.equal(got, expected) and got.isfinite().all()
 
@@ -637,7 +663,10 @@ def test_whatever_stands_outside_the_mask_reaches_neither_values_nor_gradients(k
 def test_an_enormous_log_ratio_stays_finite(kind, jump, advantage):
     """exp(500) is inf in float32, and inf times a zero advantage is NaN."""
     old_BT, mask_BT = torch.zeros(1, 2), torch.ones(1, 2)
-    terms = lambda x: surrogate_terms(x, old_BT, torch.tensor([advantage]), mask_BT, kind=kind, **CLIP)
+
+    def terms(x):
+        return surrogate_terms(x, old_BT, torch.tensor([advantage]), mask_BT, kind=kind, **CLIP)
+
     for tensor_BT in (
         *value_and_gradient(terms, old_BT + jump),
         *value_and_gradient(lambda x: kl_terms(x, old_BT), old_BT + jump),

@@ -31,7 +31,10 @@ def recorded():
     batch = collate(episodes, ADVANTAGES_PG, 0)
     generator = torch.Generator().manual_seed(3)
     written_BT = batch.action_ids_BT > 0
-    draw = lambda scale: torch.randn(batch.token_ids_BT.shape, generator=generator) * scale * written_BT
+
+    def draw(scale):
+        return torch.randn(batch.token_ids_BT.shape, generator=generator) * scale * written_BT
+
     old_BT = -draw(1.0).abs()
     scores = Scores(
         old_BT,
@@ -143,7 +146,10 @@ def test_gates_are_watched_whether_llds_is_on_or_not(recorded):
         if batch.advantages_B[row] < 0:
             continue
         offset = len(episode.prompt_ids)
-        fall = lambda t: float(scores.old_BT[row, offset + t] - scores.new_BT[row, offset + t])
+
+        def fall(t):
+            return float(scores.old_BT[row, offset + t] - scores.new_BT[row, offset + t])
+
         tokens = [t for turn in episode.turns for t in range(turn.start, turn.end)]
         whole = sum(fall(t) for t in tokens)
         for turn in episode.turns:
@@ -186,7 +192,7 @@ def test_likelihood_ratio_and_clip_agree_with_a_loop(recorded, kind):
         tokens = [t for t in range(batch.token_ids_BT.shape[1]) if batch.action_ids_BT[row, t]]
         logs = [float(scores.new_BT[row, t] - scores.old_BT[row, t]) for t in tokens]
         logs = [sum(logs) / len(logs)] * len(logs) if kind == "gspo" else logs
-        for t, log in zip(tokens, logs):
+        for t, log in zip(tokens, logs, strict=True):
             ratio = math.exp(log)
             ratios.append(ratio)
             clipped += (advantage > 0 and ratio > 1.2) or (advantage < 0 and ratio < 0.8)
@@ -194,7 +200,10 @@ def test_likelihood_ratio_and_clip_agree_with_a_loop(recorded, kind):
             new["correct" if advantage > 0 else "incorrect" if advantage < 0 else "neutral"].append(
                 float(scores.new_BT[row, t])
             )
-    mean = lambda values: sum(values) / len(values)
+
+    def mean(values):
+        return sum(values) / len(values)
+
     assert [found[name] for name in ("ratio/mean", "ratio/max", "ratio/clipped", "entropy")] == pytest.approx(
         [mean(ratios), max(ratios), clipped / len(ratios), mean(entropies)], abs=1e-6
     )
@@ -215,7 +224,7 @@ def test_first_and_second_actions_of_wrong_episodes_and_the_likelihood_by_search
         for number, turn in enumerate(episode.turns, start=1):
             values = [float(scores.old_BT[row, offset + t]) for t in range(turn.start, turn.end)]
             rounds.setdefault(sum(t.searched for t in episode.turns), []).extend(values)
-            if not right[row] and (number == 1 or number == 2 and episode.turns[0].searched):
+            if not right[row] and (number == 1 or (number == 2 and episode.turns[0].searched)):
                 actions[number] += values
         if not right[row] and episode.turns[0].searched:
             friends = [
@@ -225,7 +234,10 @@ def test_first_and_second_actions_of_wrong_episodes_and_the_likelihood_by_search
             ]
             if friends:
                 matches.append(any(other.turns[0].passages == episode.turns[0].passages for other in friends))
-    mean = lambda values: sum(values) / len(values)
+
+    def mean(values):
+        return sum(values) / len(values)
+
     assert found["wrong/first_action"] == pytest.approx(mean(actions[1]), abs=1e-6)
     assert found["wrong/second_action"] == pytest.approx(mean(actions[2]), abs=1e-6)
     assert matches and found["wrong/observation_match"] == mean(matches)
@@ -302,7 +314,9 @@ def test_the_sentinel_is_scored_under_the_policy_of_the_moment(tmp_path, recorde
         start = len(episodes[row].prompt_ids)
         sums += [
             float(logprobs_TV[start + t - 1, token])
-            for t, (token, action) in enumerate(zip(episodes[row].token_ids, episodes[row].action_ids))
+            for t, (token, action) in enumerate(
+                zip(episodes[row].token_ids, episodes[row].action_ids, strict=True)
+            )
             if action
         ]
     assert found["sentinel/likelihood"] == pytest.approx(sum(sums) / len(sums), abs=1e-5)
@@ -366,7 +380,10 @@ def test_no_phase_where_nothing_is_learned():
 
 def course(reward, mixed=0.5, answered=1.0, valid_actions=1.0, truncated=0.0, entropy=0.4):
     """Rows of a run in which no likelihood is logged; each argument a value, or one a step."""
-    at = lambda value, s: value[s] if isinstance(value, list) else value
+
+    def at(value, s):
+        return value[s] if isinstance(value, list) else value
+
     names = {
         "reward/mean": reward,
         "reward/mixed_groups": mixed,
@@ -434,7 +451,10 @@ def test_the_alarm_on_recorded_runs():
     assert all(run["collapse"] is not None and run["collapse"] - run["lost"] < 10 for run in dead), text
     assert not any(run["collapse"] is not None for run in alive), text
     assert sum(run["old"] is None for run in dead) > len(dead) / 2  # what the phases alone had missed
-    figures = lambda some: [line for line in some.splitlines() if re.match(r"\| (8|16) ", line)]
+
+    def figures(some):
+        return [line for line in some.splitlines() if re.match(r"\| (8|16) ", line)]
+
     assert figures(text) == figures((ROOT / "docs" / "alarm.md").read_text())
 
 
@@ -475,7 +495,7 @@ def test_trajectories_hold_every_token_with_its_numbers(recorded):
         json.loads(json.dumps(r))
         for r in trajectories.describe(tokenizer, 7, episodes, batch, scores, [0.5] * 12, [0, 5])
     ]
-    for row, record in zip((0, 5), records):
+    for row, record in zip((0, 5), records, strict=True):
         episode, start = episodes[row], len(episodes[row].prompt_ids)
         assert "".join(record["tokens"]) == tokenizer.decode(episode.token_ids, skip_special_tokens=False)
         assert (
@@ -498,8 +518,9 @@ def test_pieces_of_text_add_up_to_the_text():
     tokenizer = make_tokenizer()
     text = "<search> naïve 北京 😀 </search> " * 9
     ids = tokenizer.encode(text, add_special_tokens=False)
-    decode = lambda some: tokenizer.decode(
-        some, skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
+
+    def decode(some):
+        return tokenizer.decode(some, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
     texts = trajectories.pieces(decode, ids)
     assert len(texts) == len(ids) and "".join(texts) == decode(ids)

@@ -49,7 +49,7 @@ def test_offloaded_adamw_is_torchs_bit_for_bit_and_clips(tokenizer):
             3,
             clip,
         )
-        for a, b in zip(expected, steps(*make(tokenizer, "adamw_offload"), 3, clip)):
+        for a, b in zip(expected, steps(*make(tokenizer, "adamw_offload"), 3, clip), strict=True):
             assert torch.equal(a, b)
 
 
@@ -69,7 +69,7 @@ def test_in_bf16_the_cpu_keeps_float32_weights_and_gradients_are_summed_in_float
     assert moved > 0.9 and rounded < moved / 2  # steps of 1e-6 are kept, though bf16 shows few of them
     assert all(
         torch.equal(weight, master.bfloat16())
-        for weight, master in zip(policy.parameters(), optimizer.masters)
+        for weight, master in zip(policy.parameters(), optimizer.masters, strict=True)
     )
 
 
@@ -85,7 +85,7 @@ def test_the_state_saved_with_weights_only_resumes_bit_for_bit(name, dtype, toke
     policy, optimizer = make(tokenizer, name, dtype)
     policy.lm.load_state_dict(saved["lm"])
     optimizer.load_state_dict(saved["optimizer"])
-    for a, b in zip(whole, steps(policy, optimizer, 2)):
+    for a, b in zip(whole, steps(policy, optimizer, 2), strict=True):
         assert torch.equal(a, b)
 
 
@@ -95,14 +95,16 @@ def test_a_state_saved_before_the_first_step_resumes_too(tokenizer):
     whole = steps(policy, optimizer, 2)
     policy, optimizer = make(tokenizer, "adamw_offload", torch.bfloat16)
     optimizer.load_state_dict(state)
-    for a, b in zip(whole, steps(policy, optimizer, 2)):
+    for a, b in zip(whole, steps(policy, optimizer, 2), strict=True):
         assert torch.equal(a, b)
 
 
 def test_8_bit_moments_take_a_quarter_and_follow_adamw(tokenizer):
     pytest.importorskip("bitsandbytes")
     policy, optimizer = make(tokenizer, "adamw_8bit")
-    for weight, expected in zip(steps(policy, optimizer, 3), steps(*make(tokenizer, "adamw"), 3)):
+    for weight, expected in zip(
+        steps(policy, optimizer, 3), steps(*make(tokenizer, "adamw"), 3), strict=True
+    ):
         assert (weight - expected).abs().max() < 3e-3  # three steps of 1e-3, each at most about that far
     head = policy.lm.lm_head.weight
     state = optimizer.state[head]
@@ -130,5 +132,5 @@ def test_accelerate_leaves_the_offloaded_state_where_it_is(tokenizer):
     policy, optimizer = Accelerator(cpu=True).prepare(policy, optimizer, device_placement=[True, False])
     for group in optimizer.param_groups:
         group["lr"] = 1e-3
-    for a, b in zip(expected, steps(policy, optimizer, 2)):
+    for a, b in zip(expected, steps(policy, optimizer, 2), strict=True):
         assert torch.equal(a, b)

@@ -88,11 +88,18 @@ def make_episode(rng, step, question, sample, right, shift=0.0, hostile="", fina
             turn | {"stop": "stop_string", "searched": number == 0, "passages": [] if number else passages}
         )
     old = [-rng.expovariate(3) if action else None for action in actions]
-    moved = lambda scale: [
-        value + rng.gauss(shift if right else -0.05, scale) if value is not None else None for value in old
-    ]
+
+    def moved(scale):
+        return [
+            value + rng.gauss(shift if right else -0.05, scale) if value is not None else None
+            for value in old
+        ]
+
     new = moved(0.05)
-    gate = lambda open_: [int(bool(action) and open_(t)) for t, action in enumerate(actions)]
+
+    def gate(open_):
+        return [int(bool(action) and open_(t)) for t, action in enumerate(actions)]
+
     gates = {
         "token": gate(lambda t: new[t] < old[t]),
         "action": gate(lambda t: actions[t] == 1),
@@ -256,13 +263,16 @@ def test_escaped_json_holds_no_markup_and_loses_nothing():
 
 def test_a_hostile_run_leaves_the_markup_of_the_page_as_it_was(tmp_path):
     tame, wild = make_run(tmp_path / "tame"), make_run(tmp_path / "wild", hostile=HOSTILE)
-    count = lambda run: (
-        page.write_page([run], run / "report.html"),
-        [
-            len(re.findall(tag, (run / "report.html").read_text()))
-            for tag in ("<", ">", "<script", "</script", "<!--")
-        ],
-    )[1]
+
+    def count(run):
+        return (
+            page.write_page([run], run / "report.html"),
+            [
+                len(re.findall(tag, (run / "report.html").read_text()))
+                for tag in ("<", ">", "<script", "</script", "<!--")
+            ],
+        )[1]
+
     assert count(tame) == count(wild)
 
 
@@ -281,7 +291,8 @@ def test_policy_names_the_one_script_and_the_one_style_sheet(tmp_path):
         (inside,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.S)
         assert rules[f"{tag}-src"] == page._hash(inside)
     assert not re.search(
-        r"""https?://(?!www\.w3\.org/2000/svg)|innerHTML|outerHTML|insertAdjacent|document\.write|\beval\(|new Function|\son\w+=|\bstyle=""",
+        r"https?://(?!www\.w3\.org/2000/svg)|innerHTML|outerHTML|insertAdjacent|document\.write|"
+        r"""\beval\(|new Function|\son\w+=|\bstyle=""",
         text,
     )
 
@@ -353,7 +364,7 @@ def test_question_displacement_by_hand_and_without_rescoring(tmp_path):
 def test_compact_step_gives_back_what_was_recorded():
     group = make_group(random.Random(1), 0, 0, hostile=HOSTILE)
     step = json.loads(page.escaped_json(page.compact_step([group])))
-    for row, episode in zip(group, step["groups"][0]["episodes"]):
+    for row, episode in zip(group, step["groups"][0]["episodes"], strict=True):
         written = [t for t, action in enumerate(row["action_ids"]) if action]
         assert [step["words"][word] for word in episode["tokens"]] == [
             token.replace("\ud800", "\ufffd") for token in row["tokens"]
@@ -464,13 +475,15 @@ def test_outcome_by_hand():
 
 
 def test_outcome_of_a_run_that_rose_of_one_that_died_and_of_a_short_one():
-    course = lambda rewards, phases=(): runs.outcome(
-        [
-            {"step": step, "reward/mean": value, "phase": dict(phases).get(step, 0)}
-            for step, value in enumerate(rewards)
-        ],
-        {},
-    )
+    def course(rewards, phases=()):
+        return runs.outcome(
+            [
+                {"step": step, "reward/mean": value, "phase": dict(phases).get(step, 0)}
+                for step, value in enumerate(rewards)
+            ],
+            {},
+        )
+
     assert (
         course([0.3 + 0.005 * step for step in range(60)])["verdict"] == "rose"
         and course([0.5] * 60)["verdict"] == "held"
@@ -617,18 +630,21 @@ def test_colouring_switches_and_agrees_with_the_log(tmp_path, built):
             ]
             seen = [pair for pair in seen if pair[0] != "off"]
         assert [text for _, text in seen] == [
-            token for row in ordered for token, action in zip(row["tokens"], row["action_ids"]) if action
+            token
+            for row in ordered
+            for token, action in zip(row["tokens"], row["action_ids"], strict=True)
+            if action
         ]
         painted[color] = [name for name, _ in seen]
     written = [(row, t) for row in ordered for t, action in enumerate(row["action_ids"]) if action]
     assert all(
         (name[:1] == "n") == (row["new"][t] < row["old"][t])
-        for name, (row, t) in zip(painted["delta"], written)
+        for name, (row, t) in zip(painted["delta"], written, strict=True)
         if name
     )
     assert all(
         name.startswith("n") == (row["new"][t] < row["old"][t])
-        for name, (row, t) in zip(painted["ratio"], written)
+        for name, (row, t) in zip(painted["ratio"], written, strict=True)
         if name and name[0] in "np"
     )
     acts = [
@@ -651,13 +667,17 @@ def test_lookalikes_are_the_longest_common_spans(tmp_path, built):
         for line in (built.parent / "grpo" / "trajectories" / "step_000010.jsonl").read_text().splitlines()
     ][:5]
     wanted = set()
-    inside = lambda row, turn, tag: [
-        t.strip() for t in row["tokens"][row["turns"][turn]["tag_start"] : row["turns"][turn]["end"]]
-    ]
+
+    def inside(row, turn, tag):
+        return [t.strip() for t in row["tokens"][row["turns"][turn]["tag_start"] : row["turns"][turn]["end"]]]
+
     for right in (row for row in group if row["em"]):
         for wrong in (row for row in group if not row["em"]):
             for turn, tag in ((0, "search"), (1, "answer")):
-                strip = lambda tokens: [t for t in tokens if t not in ("<", ">", tag, "/" + tag, "")]
+
+                def strip(tokens):
+                    return [t for t in tokens if t not in ("<", ">", tag, "/" + tag, "")]
+
                 common = naive_common(strip(inside(right, turn, tag)), strip(inside(wrong, turn, tag)))
                 wanted |= {"".join(common)} if len(common) > 1 else set()
     squeezed = {text.replace(" ", "") for text in listed}
@@ -683,8 +703,14 @@ def test_pinned_token_shows_its_values(tmp_path, built):
 def test_pointing_at_curves_tokens_and_spans(tmp_path, built, monkeypatch):
     """The page with a script at its end that moves the pointer, as no headless flag can."""
     moves = """
-      const at = (element) => { const box = element.getBoundingClientRect(); return { clientX: box.left + box.width / 2, clientY: box.top + box.height / 2, bubbles: true }; };
-      const point = (name, selector) => { const element = document.querySelector(selector); element.dispatchEvent(new PointerEvent(name, at(element))); };
+      const at = (element) => {
+        const box = element.getBoundingClientRect();
+        return { clientX: box.left + box.width / 2, clientY: box.top + box.height / 2, bubbles: true };
+      };
+      const point = (name, selector) => {
+        const element = document.querySelector(selector);
+        element.dispatchEvent(new PointerEvent(name, at(element)));
+      };
       if (state.view === "overview") point("pointermove", "figure svg[role=img]");
       else { point("pointerover", ".samples .tok"); document.querySelector(".alike-item").click(); }
     </script>
@@ -722,7 +748,10 @@ def test_hostile_text_is_shown_as_text(tmp_path):
     page.write_page([run], tmp_path / "report.html")
     tame = make_run(tmp_path / "tame", steps=12)
     page.write_page([tame], tmp_path / "tame.html")
-    elements = lambda dom: sorted(set(re.findall(r"<([a-z][a-zA-Z0-9]*)", dom)))
+
+    def elements(dom):
+        return sorted(set(re.findall(r"<([a-z][a-zA-Z0-9]*)", dom)))
+
     for state in ("view=overview", "view=figures", "view=trajectories&color=author"):
         dom = browse(tmp_path, tmp_path / "report.html", state)
         assert elements(dom) == elements(
@@ -767,8 +796,12 @@ def test_the_first_group_shown_has_right_and_wrong_answers(tmp_path):
 def test_no_view_scrolls_sideways_on_a_phone(tmp_path, built, view):
     """In a frame of 420 pixels, which a window of a desktop's browser may not be."""
     frame = tmp_path / "frame.html"
-    frame.write_text(f'''<!doctype html><body data-drawn="frame"><iframe width=420 height=860 src="{built.as_uri()}#view={view}"></iframe><script>
-      setTimeout(() => {{ const inside = document.querySelector("iframe").contentDocument.documentElement; document.body.dataset.beyond = inside.scrollWidth - inside.clientWidth; }}, 1500);</script>''')
+    frame.write_text(f'''<!doctype html><body data-drawn="frame">
+      <iframe width=420 height=860 src="{built.as_uri()}#view={view}"></iframe><script>
+      setTimeout(() => {{
+        const inside = document.querySelector("iframe").contentDocument.documentElement;
+        document.body.dataset.beyond = inside.scrollWidth - inside.clientWidth;
+      }}, 1500);</script>''')
     assert (
         re.search(
             r'data-beyond="(\d+)"', browse(tmp_path, frame, "x", more=("--allow-file-access-from-files",))

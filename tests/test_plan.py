@@ -63,8 +63,8 @@ def test_every_recipe_prints_its_plan_offline(path, capsys):
         "checkpoints",
         "tokens",
     ):
-        assert (
-            re.search(rf"^ *{kind}", printed, re.MULTILINE) or kind == "tokens" and "tokens, " in printed
+        assert re.search(rf"^ *{kind}", printed, re.MULTILINE) or (
+            kind == "tokens" and "tokens, " in printed
         ), kind
     assert code == 0 and "Fits: " in printed, printed
 
@@ -134,9 +134,11 @@ def test_sharding_spreads_weights_gradients_and_moments():
 
 
 def test_optimizers_and_options_have_their_price():
-    size = lambda *overrides: plan.estimate(
-        cfg := load("3b", "plan.gpus=1", *overrides), plan.read_shape(cfg), plan.read_setup(cfg)
-    )["update"]
+    def size(*overrides):
+        return plan.estimate(
+            cfg := load("3b", "plan.gpus=1", *overrides), plan.read_shape(cfg), plan.read_setup(cfg)
+        )["update"]
+
     assert size()["optimizer"] == 8 * 3_085_938_688 and size("optim.name=adamw_8bit")[
         "optimizer"
     ] == pytest.approx(2.03 * 3_085_938_688, rel=0.01)
@@ -267,20 +269,23 @@ def test_an_unknown_model_is_named_with_the_remedy():
 
 def test_the_command_prints_and_exits(tmp_path):
     env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    call = lambda *options: subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "train.py"),
-            "--config",
-            str(ROOT / "configs" / "7b.yaml"),
-            "--plan",
-            *options,
-        ],
-        env=env,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+
+    def call(*options):
+        return subprocess.run(
+            [
+                sys.executable,
+                str(ROOT / "train.py"),
+                "--config",
+                str(ROOT / "configs" / "7b.yaml"),
+                "--plan",
+                *options,
+            ],
+            env=env,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+
     assert (done := call(*ON_8)).returncode == 0 and "Fits: " in done.stdout, done.stderr
     assert (
         done := call("plan.gpus=1", "plan.gpu_memory_gb=80")

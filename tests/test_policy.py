@@ -21,7 +21,10 @@ def naive_scores(hidden_NC, head, targets_N, temperature, entropy_gradient):
 
 def scores_and_gradients(score, dtype, temperature, entropy_gradient, bias, num_tokens=37):
     generator = torch.Generator().manual_seed(3)
-    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
     head = torch.nn.Linear(24, 3001, bias=bias, dtype=dtype)
     for parameter in head.parameters():
         parameter.data = draw(*parameter.shape)
@@ -139,7 +142,10 @@ def test_logits_computed_in_bfloat16_are_summed_in_float32():
     with torch.autocast("cpu", torch.bfloat16):
         ours = scores_and_gradients(token_scores, torch.float32, 1.0, False, False)
         with torch.autocast("cpu", enabled=False):
-            wide = lambda head: lambda x: x.bfloat16().float() @ head.weight.bfloat16().float().T
+
+            def wide(head):
+                return lambda x: x.bfloat16().float() @ head.weight.bfloat16().float().T
+
             naive = scores_and_gradients(
                 lambda h, head, *rest: naive_scores(h, wide(head), *rest), torch.float32, 1.0, False, False
             )

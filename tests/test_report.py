@@ -85,7 +85,9 @@ def test_overlaid_runs_are_told_apart(tmp_path, monkeypatch):
         line for line in axes[0].lines if line.get_linestyle() == "-" and line.get_linewidth() > 1
     )
     assert first.get_color() == report.COLORS[0] and second.get_color() == report.COLORS[1]
-    assert [b - a for a, b in zip(first.get_ydata(), second.get_ydata())] == pytest.approx([0.2] * STEPS)
+    assert [b - a for a, b in zip(first.get_ydata(), second.get_ydata(), strict=True)] == pytest.approx(
+        [0.2] * STEPS
+    )
 
 
 def test_writes_a_png_with_both_colours(tmp_path):

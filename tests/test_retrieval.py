@@ -107,7 +107,7 @@ def hand_vector(encoder: Encoder, text: str, max_tokens: int, pooling: str) -> l
     """One text, no padding, plain loops."""
     ids = encoder.tokenizer.encode(text)
     if len(ids) > max_tokens:
-        ids = ids[: max_tokens - 1] + [encoder.tokenizer.sep_token_id]
+        ids = [*ids[: max_tokens - 1], encoder.tokenizer.sep_token_id]
     with torch.no_grad():
         hidden = encoder.model(input_ids=torch.tensor([ids])).last_hidden_state[0].tolist()
     pooled = (
@@ -198,7 +198,7 @@ def test_threads_may_share_an_encoder(encoder_name):
     encoder.tokenizer = jealous
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(lambda some: encoder.encode(some, "query"), texts))
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(alone, together))
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(alone, together, strict=True))
 
 
 def brute_force(passages, queries, encoder, topk):
@@ -236,7 +236,7 @@ def test_int8_vectors_find_nearly_the_same(options):
         open_retriever(dataclasses.replace(options["torch"], dtype="int8")),
     )
     assert all(codes.dtype == torch.int8 for _, codes, _ in small.parts) and len(small.parts) == 4
-    for a, b in zip(exact.search(["w1 w2", "w40"], 50), small.search(["w1 w2", "w40"], 50)):
+    for a, b in zip(exact.search(["w1 w2", "w40"], 50), small.search(["w1 w2", "w40"], 50), strict=True):
         scores = {passage.id: passage.score for passage in a}
         assert max(abs(scores[passage.id] - passage.score) for passage in b) < 16**0.5 * 0.5 / 127
         assert {passage.id for passage in a[:3]} == {passage.id for passage in b[:3]}

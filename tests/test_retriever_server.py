@@ -177,7 +177,9 @@ def test_our_client_gets_what_the_retriever_found(live_url, retriever):
 
 
 def test_many_clients_at_once(live_url, retriever):
-    ask = lambda i: Client([live_url], timeout_s=10).search([QUERIES[i % 3], f"apple {i}"], 2)
+    def ask(i):
+        return Client([live_url], timeout_s=10).search([QUERIES[i % 3], f"apple {i}"], 2)
+
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(ask, range(40))) == [
             retriever.search([QUERIES[i % 3], f"apple {i}"], 2) for i in range(40)

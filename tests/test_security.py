@@ -74,7 +74,7 @@ def test_every_option_that_holds_text_is_known_as_code_or_write_read_or_word():
         for name, kind in typing.get_type_hints(section.type).items():
             if str in (kind, *typing.get_args(kind)):
                 found.append(f"{section.name}.{name}")
-    assert sorted(found + ["model.trust_remote_code"]) == sorted(
+    assert sorted([*found, "model.trust_remote_code"]) == sorted(
         settings.CODE_AND_WRITES + settings.READS + settings.WORDS
     )
 
@@ -294,7 +294,7 @@ def test_paths_with_nul_and_numbers_beyond_any_use_are_refused():
             "a: &a [lol]\n"
             + "".join(
                 f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n"
-                for old, new in zip("abcdefghij", "bcdefghijk")
+                for old, new in zip("abcdefghij", "bcdefghijk", strict=True)
             ),
             "the alias \\*a is not read",
         ),

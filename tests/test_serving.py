@@ -316,10 +316,13 @@ def test_stats(client):
 def random_json(draw: random.Random, depth: int = 0):
     kinds = ["queries", "number", "text", "null", "bool"] + (["list", "dict"] if depth < 3 else [])
     kind = draw.choice(kinds)
-    text = lambda: "".join(
-        draw.choice(["a", " ", "\x00", "é", "🙂", "\ud800", '"', "</answer>", "\u2028", "\\"])
-        for _ in range(draw.randrange(12))
-    )
+
+    def text():
+        return "".join(
+            draw.choice(["a", " ", "\x00", "é", "🙂", "\ud800", '"', "</answer>", "\u2028", "\\"])
+            for _ in range(draw.randrange(12))
+        )
+
     if kind == "queries":
         return {
             "queries": [text() for _ in range(draw.randrange(4))],
@@ -492,7 +495,10 @@ def test_more_connections_than_allowed_are_told_so():
 
 def test_bodies_that_arrive_side_by_side_are_bounded(monkeypatch):
     monkeypatch.setattr("retriever_server.BODIES", 2)
-    head = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n\r\n"
+    head = (
+        b"POST /retrieve HTTP/1.1\r\nHost: x\r\n"
+        b"Content-Type: application/json\r\nContent-Length: 100000\r\n\r\n"
+    )
     with live(Limits(body_mb=0.1, request_s=1.0)) as port:
         connections = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
         for connection in connections:

@@ -233,7 +233,8 @@ def test_the_lock_goes_with_a_killed_process(tmp_path):
 
 PARENT = """
 import subprocess, sys
-subprocess.run([sys.executable, "-c", "from lld.running import lock; import os; print(lock.launcher() == os.getppid())"])
+child = "from lld.running import lock; import os; print(lock.launcher() == os.getppid())"
+subprocess.run([sys.executable, "-c", child])
 """
 
 
@@ -582,7 +583,7 @@ def test_a_retriever_that_goes_slows_or_lies_ends_the_run_with_a_checkpoint(fold
         def do_POST(self):
             if type(self).good > 0 or how == "short":
                 return super().do_POST()
-            queries = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["queries"]
+            self.rfile.read(int(self.headers["Content-Length"]))
             if how == "gone":
                 self.server.socket.close()
                 return self.connection.close()
@@ -650,7 +651,7 @@ def test_weights_that_are_finite_but_broken_push_out_no_good_checkpoint(folder, 
     )
     good = checkpoint.folder_of(folder / name, 2)
     assert (
-        f"step 5: no update could be made in 3 steps" in message
+        "step 5: no update could be made in 3 steps" in message
         and f"The last good checkpoint is {good} (" in message
         and "step_000003 is newer, but no update could be made from it" in message
     )
@@ -754,8 +755,8 @@ def test_a_log_with_holes_is_refused_by_name(folder, undisturbed, capsys):
         "a line lost": lambda lines: lines[:1] + lines[2:],
         "twice": lambda lines: lines[:2] + lines[1:],
         "emptied": lambda lines: [],
-        "not JSON": lambda lines: lines[:2] + ["{\x00"] + lines[3:],
-        "no object": lambda lines: lines[:1] + ["[]"] + lines[2:],
+        "not JSON": lambda lines: [*lines[:2], "{\x00", *lines[3:]],
+        "no object": lambda lines: [*lines[:1], "[]", *lines[2:]],
     }
     for name in ("metrics.jsonl", "updates.jsonl"):
         for what, damage in damages.items():

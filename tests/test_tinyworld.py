@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import json
 import random
 import resource
@@ -102,7 +103,7 @@ def test_every_file_opens_in_the_format_its_reader_expects(prepared):
 
 def test_every_gold_answer_is_found_by_reading_the_passages_along_the_path(prepared):
     """Reads only what is written on disk: a passage states each fact by naming the entity it leads to."""
-    cfg, folder = prepared
+    _cfg, folder = prepared
     texts = {}
     for row in rows_of(folder / "corpus.jsonl"):
         title, text = row["contents"].split("\n")
@@ -111,7 +112,7 @@ def test_every_gold_answer_is_found_by_reading_the_passages_along_the_path(prepa
         for row in rows_of(folder / f"{name}.jsonl"):
             chain = [*row["metadata"]["supporting_titles"], *row["golden_answers"]]
             assert chain[0] in row["question"]
-            for title, found in zip(chain, chain[1:]):
+            for title, found in itertools.pairwise(chain):
                 assert any(f" {found}" in text for text in texts[title]), f"{title} does not lead to {found}"
 
 
@@ -240,7 +241,7 @@ def test_a_rendered_demonstration_masks_exactly_what_the_model_writes(world, tok
     turns = tinyworld.demonstrate(random.Random(1), world, question, seen_by, clumsy=False)
     ids, own = tinyworld.render_demonstration(tokenizer, question.text, turns, observation_ids)
     written = " ".join(text for kind, text in turns if kind == "action")
-    assert tokenizer.decode([i for i, mine in zip(ids, own) if mine]) == tokenizer.decode(
+    assert tokenizer.decode([i for i, mine in zip(ids, own, strict=True) if mine]) == tokenizer.decode(
         tokenizer.encode(written, add_special_tokens=False)
     )
     # The sampler stops there: an EOS after it would never be sampled

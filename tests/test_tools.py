@@ -182,8 +182,11 @@ def test_documents_with_nothing_to_be_seen_are_left_out():
 
 def test_odd_ids_scores_and_half_characters():
     """JSON can spell half a character, which no tokenizer takes, and numbers that are none."""
-    body = r"""{"result": [[{"document": {"id": true, "contents": "a\ud800b"}, "score": NaN}, {"document": {"id": null, "contents": "\ud83d\ude42"}, "score": true},
-        {"document": {"id": [1], "contents": "c"}, "score": -Infinity}, {"document": {"id": "\udc00", "contents": "d"}, "score": "0.5"}, {"id": 7, "contents": "e", "score": %s}]]}"""
+    body = r"""{"result": [[{"document": {"id": true, "contents": "a\ud800b"}, "score": NaN},
+        {"document": {"id": null, "contents": "\ud83d\ude42"}, "score": true},
+        {"document": {"id": [1], "contents": "c"}, "score": -Infinity},
+        {"document": {"id": "\udc00", "contents": "d"}, "score": "0.5"},
+        {"id": 7, "contents": "e", "score": %s}]]}"""
     [found] = read_result(json.loads(body % ("9" * 400)), 1, 5)
     assert [(p.id, p.contents, p.score) for p in found] == [
         ("", "a\ufffdb", 0.0),
@@ -332,7 +335,7 @@ def test_replicas_share_the_work_and_stand_in_for_each_other(pauses):
         for _ in range(6):
             client.search(["x"], 1)
         assert len(asked_first) == len(asked_second) == 3
-    with server((500, b"", 0)) as (bad, asked_bad), server((200, search_r1_reply, 0)) as (good, asked_good):
+    with server((500, b"", 0)) as (bad, _asked_bad), server((200, search_r1_reply, 0)) as (good, asked_good):
         client = Client([bad, f"http://127.0.0.1:{free_port()}", good], timeout_s=5, retries=2)
         assert all(len(client.search(["x"], 2)[0]) == 2 for _ in range(3))
     assert len(asked_good) == 3 and not pauses, "a replica that was not tried yet needs no pause before it"

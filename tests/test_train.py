@@ -183,7 +183,7 @@ def test_a_resumed_run_keeps_its_options(folder, capsys):
     "name, remedy", [("mlflow", "pip install mlflow"), ("tensorbord", "accelerate knows aim, ")]
 )
 def test_a_tracker_that_would_be_left_out_is_refused(folder, capsys, monkeypatch, name, remedy):
-    monkeypatch.setattr(train, "get_available_trackers", lambda: [])
+    monkeypatch.setattr(train, "get_available_trackers", list)
     message = refused(capsys, folder / "whole.yaml", f"run.trackers=[{name}]", f"run.dir={folder}/tracked")
     assert (
         f"run.trackers names {name!r}" in message and remedy in message and not (folder / "tracked").exists()
@@ -508,7 +508,10 @@ def test_however_a_run_ends_it_leaves_its_report(tmp_path, monkeypatch, capsys, 
         return ending
 
     monkeypatch.setattr(train, "train", ends)
-    call = lambda: train.main(["--config", str(ROOT / "configs" / "tiny.yaml")])
+
+    def call():
+        return train.main(["--config", str(ROOT / "configs" / "tiny.yaml")])
+
     if code == 1:
         with pytest.raises(KeyError):
             call()
@@ -522,14 +525,14 @@ def test_a_collapse_stops_the_run_fills_the_box_and_no_report_hides_why(folder, 
     """The rule itself, on made-up rewards that are lost at once; a report that fails costs neither message
     nor exit code."""
     seen = train.phases.Detector.update
-    made_up = lambda row: (
-        row
-        | {
+
+    def made_up(row):
+        return row | {
             "reward/mean": 0.5 * (row["step"] == 0),
             "reward/mixed_groups": float(row["step"] == 0),
             "answered": 1.0 * (row["step"] == 0),
         }
-    )
+
     monkeypatch.setattr(train.phases.Detector, "update", lambda self, row: seen(self, made_up(row)))
     monkeypatch.setattr("lld.report.figure.write_page", lambda *_: 1 / 0)
     config = write_config(

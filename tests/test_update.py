@@ -44,7 +44,7 @@ def test_micro_batch_size_does_not_change_the_gradient(changes):
     whole, metrics, _ = two_steps(with_loss(**changes), 12)
     for size in (1, 4):
         split, split_metrics, _ = two_steps(with_loss(**changes), size)
-        assert max(relative(s, w) for s, w in zip(split, whole)) < 1e-6
+        assert max(relative(s, w) for s, w in zip(split, whole, strict=True)) < 1e-6
         for name, value in metrics.items():
             assert split_metrics[name] == pytest.approx(value, abs=1e-6, rel=1e-6), name
 
@@ -61,7 +61,7 @@ def test_a_token_budget_does_not_change_the_gradient(budget):
     split, split_metrics, _ = two_steps(
         OPTIONS | {"rollout": short, "optim": OPTIONS["optim"] | {"micro_batch_tokens": budget}}, None
     )
-    assert max(relative(s, w) for s, w in zip(split, whole)) < 1e-6
+    assert max(relative(s, w) for s, w in zip(split, whole, strict=True)) < 1e-6
     for name, value in metrics.items():
         assert split_metrics[name] == pytest.approx(value, abs=1e-6, rel=1e-6), name
 
@@ -198,7 +198,7 @@ def test_rows_are_scored_in_the_micro_batches_of_their_update():
     batch = collate(
         make_episodes(12, len(tokenizer)), torch.linspace(-1, 1, 12).view(4, 3), tokenizer.pad_token_id
     )
-    _, scores = update_policy(
+    _, _scores = update_policy(
         Accelerator(cpu=True),
         policy,
         reference,
@@ -236,7 +236,7 @@ def test_two_processes_give_the_same_gradient(tmp_path):
         assert done.returncode == 0, done.stderr[-2000:]
         saved = torch.load(out, weights_only=True)
         assert saved["processes"] == 2
-        assert max(relative(s, w) for s, w in zip(saved["gradients"], whole)) < 1e-6
+        assert max(relative(s, w) for s, w in zip(saved["gradients"], whole, strict=True)) < 1e-6
         for name, value in metrics.items():
             assert saved["metrics"][name] == pytest.approx(value, abs=1e-6, rel=1e-6), name
 

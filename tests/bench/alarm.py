@@ -1,5 +1,5 @@
-"""What the early warning and the collapse alarm (lld/record/phases.py) are worth on recorded runs: misses, delays,
-false alarms.
+"""What the early warning and the collapse alarm (lld/record/phases.py) are worth on recorded runs: misses,
+delays, false alarms.
 
     python tests/bench/alarm.py                 # the table, from tests/fixtures/alarm.jsonl
     python tests/bench/alarm.py --record RUN …  # writes that file anew from run folders
@@ -80,7 +80,10 @@ def reward_lost(rewards: list[float]) -> tuple[bool, int | None]:
 
 def judge(about: dict, rows: list[dict]) -> dict:
     """One row of the table: whether and when the reward was lost, and the first step of each alarm."""
-    first = lambda found, level: next((s for s, phase in enumerate(found) if phase >= level), None)
+
+    def first(found, level):
+        return next((s for s, phase in enumerate(found) if phase >= level), None)
+
     detector, before = phases.Detector(about["updates"]), WithoutCollapse(about["updates"])
     now, old = [detector.update(row) for row in rows], [before.update(row) for row in rows]
     collapsed, since = reward_lost([row["reward/mean"] for row in rows])
@@ -99,7 +102,10 @@ def table() -> tuple[list[dict], str]:
         (judge(about, rows) for about, rows in read()),
         key=lambda run: (run["questions"], run["rate"], run["method"], run["seed"]),
     )
-    show = lambda value: "–" if value is None else str(value)
+
+    def show(value):
+        return "–" if value is None else str(value)
+
     lines = [
         (
             "| questions | rate | method | seed | steps | collapsed | reward lost from | decay or "

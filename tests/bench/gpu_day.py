@@ -67,7 +67,7 @@ def parts(folder: Path) -> list[Part]:
     few = ["run.steps=1", "rollout.num_questions=2", "rollout.group_size=2", "optim.updates_per_rollout=2"]
     few += ["eval.max_questions=4", "tinyworld.warm_start_steps=30"]
     longer = ["run.steps=8", "eval.max_questions=40", "tinyworld.warm_start_steps=100"]
-    return found + [Part("tiny world", 100, [*train, *longer], [*train, *few])]
+    return [*found, Part("tiny world", 100, [*train, *longer], [*train, *few])]
 
 
 PATHS = {

@@ -26,6 +26,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # a forked child has none of its parent's t
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path[:0] = [str(Path(__file__).parent.parent.parent), str(Path(__file__).parent.parent)]
 
+import itertools
+
 from test_train import write_config
 
 import train
@@ -159,7 +161,7 @@ def kills(folder: Path, num_moments: int, seed: int) -> list[bool]:
     ).read_text()[-3000:]
     expected = content(folder / "kills_undisturbed")
     began = json.loads((folder / "moments.json").read_text())
-    lengths = {(name, visit): later - at for (name, visit, at), (_, _, later) in zip(began, began[1:])}
+    lengths = {(name, visit): later - at for (name, visit, at), (_, _, later) in itertools.pairwise(began)}
     chance, equal = random.Random(seed), []
     print(
         "| # | phase | visit | killed after | steps logged | resumed from step | equal "

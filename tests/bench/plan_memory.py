@@ -210,7 +210,10 @@ def measure(size: str, gpu: bool) -> list:
     phases["update"] = max(
         phases["update"], phases.pop("optimizer step"), key=lambda kinds: sum(kinds.values())
     )
-    told = lambda kinds: {name: value / 1e9 for name, value in kinds.items() if name != "CUDA, fragments"}
+
+    def told(kinds):
+        return {name: value / 1e9 for name, value in kinds.items() if name != "CUDA, fragments"}
+
     return [
         [size, phase, sum(told(phases[phase]).values()), peak / 1e9, told(phases[phase])]
         for phase, peak in peaks.items()

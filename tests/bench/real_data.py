@@ -80,7 +80,7 @@ def find_data(folder: Path) -> tuple[Path, dict[str, Path]]:
 def first_rows(path: Path, count: int, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with path.open() as file:
-        (folder / path.name).write_text("".join(line for line, _ in zip(file, range(count))))
+        (folder / path.name).write_text("".join(line for line, _ in zip(file, range(count), strict=False)))
     return folder / path.name
 
 
@@ -114,9 +114,12 @@ def make_policy(tokenizer, search, train: Path, steps: int) -> Qwen2ForCausalLM:
     )
     lm = Qwen2ForCausalLM(shape)
     questions = load_questions(str(train))[:800]
-    encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
+
+    def encode(text):
+        return tokenizer.encode(text, add_special_tokens=False)
+
     demonstrations = []
-    for question, passages in zip(questions, search([question.text for question in questions])):
+    for question, passages in zip(questions, search([question.text for question in questions]), strict=True):
         spoken = [
             encode(f"<think> I need to find it. </think> <search> {question.text} </search>"),
             encode(f"<think> I found it. </think> <answer> {question.golden_answers[0]} </answer>"),
@@ -165,7 +168,7 @@ def parity(lm, tokenizer, search, cfg, num_questions: int) -> dict:
         max_episode_tokens=cfg.rollout.max_episode_tokens,
     )
     equal, ties, different, worst_gap = 0, [], [], 0.0
-    for question, episode in zip(questions, episodes):
+    for question, episode in zip(questions, episodes, strict=True):
         context = list(episode.prompt_ids)
         for turn in episode.turns:
             said = episode.token_ids[turn.start : turn.end]
@@ -177,7 +180,7 @@ def parity(lm, tokenizer, search, cfg, num_questions: int) -> dict:
                 pad_token_id=tokenizer.pad_token_id,
             )[0, len(context) :].tolist()
             if generated != said:
-                first = next(i for i, (a, b) in enumerate(zip(generated, said)) if a != b)
+                first = next(i for i, (a, b) in enumerate(zip(generated, said, strict=False)) if a != b)
                 with torch.no_grad():
                     top = lm(torch.tensor([context + said[:first]])).logits[0, -1].topk(2).values
                 (ties if top[0] - top[1] < 1e-4 else different).append((question.id, float(top[0] - top[1])))

@@ -32,7 +32,9 @@ def timed(*args):
     began = time.perf_counter(); made = encoder(*args); load.append(time.perf_counter() - began); return made
 retrieval.Encoder = timed
 began = time.perf_counter()
-retriever = retrieval.open_retriever(Retriever(url=None, index=sys.argv[1], corpus=sys.argv[2], encoder=sys.argv[3], backend=sys.argv[4], device="cpu"))
+index, corpus, encoder, backend = sys.argv[1:5]
+options = Retriever(url=None, index=index, corpus=corpus, encoder=encoder, backend=backend, device="cpu")
+retriever = retrieval.open_retriever(options)
 print(time.perf_counter() - began - load[0])
 """
 
@@ -129,24 +131,27 @@ def main() -> None:
         with corpus.open("w") as file:
             for number in range(num):
                 file.write(json.dumps({"id": str(number), "contents": texts[number % len(texts)]}) + "\n")
-        command = lambda out: [
-            sys.executable,
-            "-m",
-            "lld.retrieval",
-            "build",
-            "--corpus",
-            str(corpus),
-            "--out",
-            out,
-            "--encoder",
-            str(work / "encoder"),
-            "--max-tokens",
-            "16",
-            "--batch-size",
-            "256",
-            "--shard-rows",
-            "4096",
-        ]
+
+        def command(out):
+            return [
+                sys.executable,
+                "-m",
+                "lld.retrieval",
+                "build",
+                "--corpus",
+                str(corpus),
+                "--out",
+                out,
+                "--encoder",
+                str(work / "encoder"),
+                "--max-tokens",
+                "16",
+                "--batch-size",
+                "256",
+                "--shard-rows",
+                "4096",
+            ]
+
         seconds, peak = run(command(name), env)
         kills, same = [], ""
         if num == min(args.num):
@@ -163,17 +168,20 @@ def main() -> None:
                 f"{digest(Path(name)) == digest(Path(name + '-killed'))} ({left} of {-(-num // 4096)} "
                 "shards were left)"
             )
-        opening = lambda backend, env: float(
-            subprocess.run(
-                [sys.executable, "-c", OPEN, name, str(corpus), str(work / "encoder"), backend],
-                cwd=ROOT,
-                env=env,
-                stderr=subprocess.DEVNULL,
-                capture_output=False,
-                stdout=subprocess.PIPE,
-                check=True,
-            ).stdout
-        )
+
+        def opening(backend, env):
+            return float(
+                subprocess.run(
+                    [sys.executable, "-c", OPEN, name, str(corpus), str(work / "encoder"), backend],
+                    cwd=ROOT,
+                    env=env,
+                    stderr=subprocess.DEVNULL,
+                    capture_output=False,
+                    stdout=subprocess.PIPE,
+                    check=True,
+                ).stdout
+            )
+
         first_s = opening("faiss", env | {"LLD_CACHE": str(work / "cache2")})
         shutil.rmtree(work / "cache2", ignore_errors=True)
         print(

@@ -49,7 +49,10 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
-    unit = lambda num: torch.nn.functional.normalize(torch.randn(num, args.dim, device=device), dim=1)
+
+    def unit(num):
+        return torch.nn.functional.normalize(torch.randn(num, args.dim, device=device), dim=1)
+
     matrix_ND = torch.empty(args.num, args.dim, dtype=getattr(torch, args.dtype), device=device)
     scales_N1 = torch.empty(args.num, 1, device=device) if args.dtype == "int8" else None
     for start in range(0, args.num, ROWS):
@@ -83,7 +86,7 @@ def main() -> None:
         found_QK = nearest(
             [(0, matrix_ND[:CHECKED], None if scales_N1 is None else scales_N1[:CHECKED])], queries_QD, 10
         )[1].tolist()
-        same = sum(len(set(a) & set(b)) for a, b in zip(expected_QK, found_QK)) / (10 * num)
+        same = sum(len(set(a) & set(b)) for a, b in zip(expected_QK, found_QK, strict=True)) / (10 * num)
         print(
             f"| {name} | {args.num:,} x {args.dim} {args.dtype} | {num} | {1e3 * taken:.2f} | "
             f"{1e3 * read:.2f} | {1e3 * product:.2f} | {max(read, product) / taken:.2f} | "

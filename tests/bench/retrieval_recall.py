@@ -58,14 +58,14 @@ def read_questions(name: str) -> list[tuple[str, list[str], set[str]]]:
             [] if set(golds) <= {" yes ", " no "} else golds,
             set(row["metadata"].get("supporting_titles") or ()),
         )
-        for row, golds in zip(rows, answers)
+        for row, golds in zip(rows, answers, strict=True)
     ]
 
 
 def recall(hits, questions) -> list[tuple[float, int]]:
     """(sum, count) of answers @3, @10, titles @3, @10."""
     cells = [[] for _ in range(4)]
-    for passages, (_, golds, titles) in zip(hits, questions):
+    for passages, (_, golds, titles) in zip(hits, questions, strict=True):
         texts, found = (
             [words(passage.contents) for passage in passages],
             [passage.contents.split("\n")[0].strip('"') for passage in passages],
@@ -120,12 +120,12 @@ def main() -> None:
         began = time.perf_counter()
         retriever = open_retriever(settings.from_dict({"retriever": options}).retriever)
         opened_s, seconds, cells, totals = time.perf_counter() - began, 0.0, [], [(0, 0)] * 4
-        for name, asked in questions.items():
+        for _name, asked in questions.items():
             began = time.perf_counter()
             hits = retriever.search([question for question, _, _ in asked], 10)
             seconds += time.perf_counter() - began
             found = recall(hits, asked)
-            totals = [(a + c, b + d) for (a, b), (c, d) in zip(totals, found)]
+            totals = [(a + c, b + d) for (a, b), (c, d) in zip(totals, found, strict=True)]
             cells.append("/".join(f"{100 * a / b:.1f}" for a, b in found[:2]))
         shares = [f"{100 * a / max(1, b):.1f}" for a, b in totals]
         print(

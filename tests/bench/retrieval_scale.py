@@ -104,7 +104,7 @@ def main() -> None:
         flat_mb = 4 * len(vectors) * vectors.dim / 1e6
         parts = [
             (start, torch.from_numpy(shard), None)
-            for start, shard in zip(vectors.starts.tolist(), vectors.shards)
+            for start, shard in zip(vectors.starts[:-1].tolist(), vectors.shards, strict=True)
         ]
         began = time.process_time()
         exact_QK = nearest(parts, queries_QD, 10)[1].numpy()
@@ -113,9 +113,12 @@ def main() -> None:
             f"{1000 * (time.process_time() - began) / len(queries_QD):.1f} |",
             flush=True,
         )
-        recall = lambda rows_QK: np.mean(
-            [len(set(a) & set(b)) / 10 for a, b in zip(exact_QK.tolist(), rows_QK.tolist())]
-        )
+
+        def recall(rows_QK):
+            return np.mean(
+                [len(set(a) & set(b)) / 10 for a, b in zip(exact_QK.tolist(), rows_QK.tolist(), strict=True)]
+            )
+
         began = time.process_time()
         small = [] if args.skip_int8 else [(start, *quantize(shard)) for start, shard, _ in parts]
         built_s, began = time.process_time() - began, time.process_time()

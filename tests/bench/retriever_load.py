@@ -40,7 +40,8 @@ from pydantic import BaseModel
 from lld.config import Retriever
 from lld.retrieval.backends import open_retriever
 
-retriever = open_retriever(Retriever(url=None, index=sys.argv[2], corpus=sys.argv[3], encoder=sys.argv[4], device="cpu"))
+index, corpus, encoder = sys.argv[2:5]
+retriever = open_retriever(Retriever(url=None, index=index, corpus=corpus, encoder=encoder, device="cpu"))
 app = FastAPI()
 
 class Query(BaseModel):
@@ -51,7 +52,12 @@ class Query(BaseModel):
 @app.post("/retrieve")
 def retrieve(query: Query):
     hits = retriever.search(query.queries, query.topk or 3)
-    return {"result": [[{"document": {"id": p.id, "contents": p.contents}, "score": p.score} for p in passages] for passages in hits]}
+    return {
+        "result": [
+            [{"document": {"id": p.id, "contents": p.contents}, "score": p.score} for p in passages]
+            for passages in hits
+        ]
+    }
 
 @app.get("/health")
 def health():
@@ -118,7 +124,10 @@ def measure(
     process: subprocess.Popen, port: int, num_clients: int, queries: list[str], seconds: float
 ) -> tuple[float, list[float], float, int]:
     """Wall seconds, latencies in s, CPU seconds of the server, and how many queries were asked."""
-    cpu_s = lambda: sum(psutil.Process(process.pid).cpu_times()[:2])
+
+    def cpu_s():
+        return sum(psutil.Process(process.pid).cpu_times()[:2])
+
     before, began = cpu_s(), time.perf_counter()
     _, latencies, asked = asyncio.run(load(port, num_clients, queries, seconds))
     return time.perf_counter() - began, latencies, cpu_s() - before, asked
@@ -130,7 +139,10 @@ def summarize(turns: list[tuple[float, list[float], float, int]]) -> tuple[float
         sum(turn[3] for turn in turns),
         sorted(latency for turn in turns for latency in turn[1]),
     )
-    percentile = lambda share: 1000 * latencies[min(len(latencies) - 1, int(share * len(latencies)))]
+
+    def percentile(share):
+        return 1000 * latencies[min(len(latencies) - 1, int(share * len(latencies)))]
+
     return (
         asked / sum(turn[0] for turn in turns),
         percentile(0.5),
@@ -186,7 +198,7 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|---|---|")
     try:
-        for name, (_, port) in servers.items():
+        for _, port in servers.values():
             asyncio.run(load(port, 2, ["warm up"] * 20, 5))
         at = 0
         for num in args.clients:

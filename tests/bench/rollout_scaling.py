@@ -59,7 +59,7 @@ def main() -> None:
             for turned in stopped:
                 engine.release(turned.key) if turn == 6 else engine.extend(turned.key, observation, spoken)
     print("\n| turn | seconds (best of 3) | tokens fed | fed if the history ran again |\n|---|---|---|---|")
-    for turn, tries in enumerate(zip(*rows)):
+    for turn, tries in enumerate(zip(*rows, strict=True)):
         history = 32 * (len(prompt) + turn * (spoken + len(observation)) + spoken - 1)
         print(f"| {turn + 1} | {min(took for took, _ in tries):.3f} | {tries[-1][1]} | {history} |")
 

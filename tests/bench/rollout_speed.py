@@ -37,9 +37,9 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -173,9 +173,15 @@ def half_billion_world(
     torch.manual_seed(0)
     lm = Qwen2ForCausalLM(config).eval()
     lm.set_attn_implementation("sdpa")
-    ids = lambda text: tokenizer.encode(text, add_special_tokens=False)
+
+    def ids(text):
+        return tokenizer.encode(text, add_special_tokens=False)
+
     after: dict[int, list[int]] = {}  # token -> tokens that lead to it
-    lead = lambda source, target: after.setdefault(ids(target)[0], []).append(ids(source)[0])
+
+    def lead(source, target):
+        return after.setdefault(ids(target)[0], []).append(ids(source)[0])
+
     for kind, tag, word in (("s", "search", "topic"), ("a", "answer", "gold")):
         for i in range(num_words - 1):
             lead(f"{kind}{i + 1}", f"{kind}{i}")
@@ -197,7 +203,10 @@ def half_billion_world(
         for target, sources in after.items():
             lm.lm_head.weight[target] = embed_VC[sources].sum(0) * (60 / config.hidden_size)
     words = " ".join(f"word{i}" for i in range(128 // scale))
-    search = lambda queries: [[Passage(str(r), f'"word{r}"\n{words}') for r in range(3)] for _ in queries]
+
+    def search(queries):
+        return [[Passage(str(r), f'"word{r}"\n{words}') for r in range(3)] for _ in queries]
+
     questions = [
         Question(f"q/{i}", f"word{i} " + " ".join(words.split()[: 120 // scale]), ("gold",), "q")
         for i in range(num_questions)
@@ -251,7 +260,11 @@ def loop(world: World, generate: Callable[[list[list[int]]], list[list[int]]]) -
     for turn in range(world.budgets["max_turns"] + 1):
         spoken = [world.cut(token_ids) for token_ids in generate([contexts[i] for i in active])]
         num_kept += sum(len(kept) for kept, _ in spoken)
-        going = [(i, kept, action) for i, (kept, action) in zip(active, spoken) if action.kind != "answer"]
+        going = [
+            (i, kept, action)
+            for i, (kept, action) in zip(active, spoken, strict=True)
+            if action.kind != "answer"
+        ]
         if not going or turn == world.budgets["max_turns"]:
             return num_kept
         queries = [action.content for _, _, action in going if action.kind == "search"]
@@ -430,7 +443,10 @@ def costs(world: World) -> tuple[float, float, float]:
     """Seconds a token: in a prefill of 8 rows of 128 without and with the LM head, and in a decode step of
     all rows at 128 tokens of context, head included."""
     lm, rows = world.lm, len(world.questions) * world.num_samples
-    best = lambda call: min(_seconds(call) for _ in range(5 if lm.config.num_hidden_layers < 8 else 2))
+
+    def best(call):
+        return min(_seconds(call) for _ in range(5 if lm.config.num_hidden_layers < 8 else 2))
+
     ids_RN = torch.randint(5, 200, (8, 128))
     prefill, hidden_NC = (
         best(lambda: lm.base_model(ids_RN, use_cache=True)) / ids_RN.numel(),

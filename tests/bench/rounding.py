@@ -81,8 +81,13 @@ def score(lm, batch: Batch, kind: str) -> torch.Tensor:
 
 def gaps(cfg, tokenizer, lm) -> None:
     kept_in_float32 = lm_head.float32_logits
-    rounded = lambda hidden_NC, weight_VC: (hidden_NC @ weight_VC.T).float()
-    say = lambda values_N: f"mean {values_N.abs().mean():.1e}, max {values_N.abs().max():.1e}"
+
+    def rounded(hidden_NC, weight_VC):
+        return (hidden_NC @ weight_VC.T).float()
+
+    def say(values_N):
+        return f"mean {values_N.abs().mean():.1e}, max {values_N.abs().max():.1e}"
+
     for name, function, kinds in (
         ("bf16, logits rounded", rounded, ("autocast", "bf16 weights")),
         ("bf16", kept_in_float32, ("autocast", "bf16 weights")),
@@ -107,7 +112,10 @@ def open_tokens(
     rows = [row for row in rows if batch.advantages_B[row] >= 0]
     ids_RT = batch.action_ids_BT[rows]
     written_RT = ids_RT > 0
-    percent = lambda open_RT: 100 * float(open_RT.sum()) / int(written_RT.sum())
+
+    def percent(open_RT):
+        return 100 * float(open_RT.sum()) / int(written_RT.sum())
+
     error_N = (fall_BT - true_BT)[rows][written_RT].abs()
     for tolerance in TOLERANCES:
         cells = []

@@ -66,13 +66,16 @@ def distance(one: Path, other: Path, begun: Path, steps: int) -> float:
         load_file(path / "model.safetensors")
         for path in (one / f"checkpoints/step_{steps:06d}", other / f"checkpoints/step_{steps:06d}", begun)
     )
-    norm = lambda a, b: sum(float((a[name] - b[name]).square().sum()) for name in a) ** 0.5
+
+    def norm(a, b):
+        return sum(float((a[name] - b[name]).square().sum()) for name in a) ** 0.5
+
     return norm(last, first) / norm(first, start)
 
 
 def first_difference(one: Path, other: Path) -> str:
     """The first step whose episodes differ, by reward and length; they are drawn with the same seeds."""
-    for a, b in zip(read_rows(one / "metrics.jsonl"), read_rows(other / "metrics.jsonl")):
+    for a, b in zip(read_rows(one / "metrics.jsonl"), read_rows(other / "metrics.jsonl"), strict=True):
         if any(a[key] != b[key] for key in ("reward/mean", "response_tokens", "searches")):
             return str(a["step"])
     return "none"
@@ -108,7 +111,7 @@ def main() -> None:
                 if means
                 else "–"
             )
-        alike = zip(runs["1 process"], folders)
+        alike = zip(runs["1 process"], folders, strict=True)
         pairs = [
             (
                 first_difference(one, other),

@@ -319,7 +319,10 @@ def main() -> None:
                 row, in_use = (json.loads(line.partition(" ")[2]) for line in found)
                 row["in_use_mb"] = in_use["mb"]
                 full = row if form == "full" else full
-                against = lambda name: f"{row[name] / full[name]:.2f}" if full else ""
+
+                def against(name):
+                    return f"{row[name] / full[name]:.2f}" if full else ""
+
                 memory = " | ".join(f"{row[name]:,.0f} | {against(name)}" for name in ("in_use_mb", "mb"))
                 print(
                     f"{name} {row['cpu_s']:.2f} | {row['wall_s']:.2f} | {row['bound_s']:.2f} | "

@@ -112,9 +112,9 @@ def play(lm, tokenizer, **options):
 
 def compare(left: dict, right: dict) -> dict:
     """Share of turns with the same tokens, and the largest difference of log-probabilities in those."""
-    pairs = [pair for key in sorted(left) for pair in zip(left[key], right[key])]
+    pairs = [pair for key in sorted(left) for pair in zip(left[key], right[key], strict=True)]
     same = [(a, b) for (x, a), (y, b) in pairs if x == y]
-    gaps = [abs(p - q) for a, b in same for p, q in zip(a, b)]
+    gaps = [abs(p - q) for a, b in same for p, q in zip(a, b, strict=True)]
     return {"same": len(same), "turns": len(pairs), "gap": max(gaps, default=0.0)}
 
 
@@ -219,7 +219,7 @@ def attending() -> dict:
         ("flash-attn", torch.bfloat16),
     ):
         query, keys, values = (torch.randn(shape).to(dtype) for shape in shapes)
-        rows = zip(query.float().split(counts), keys.float(), values.float(), ends)
+        rows = zip(query.float().split(counts), keys.float(), values.float(), ends, strict=True)
         expected = torch.cat([varlen.attend(q, k[:end], v[:end], True, None)[0] for q, k, v, end in rows])
         with device():
             spans_module.flash_attn_with_kvcache = before
@@ -407,7 +407,7 @@ def influence() -> dict:
     with device():
         found = measure(False)
     AcceleratorState._reset_state(True)
-    return {"gap": max(float((a - b).abs().max()) for a, b in zip(expected, found))}
+    return {"gap": max(float((a - b).abs().max()) for a, b in zip(expected, found, strict=True))}
 
 
 # ---- whole programs ----------------------------------------------------------------------------------------

@@ -240,12 +240,10 @@ def device_of(func, flat) -> int | None:
     host = [
         x
         for x in flat
-        if type(x) is torch.Tensor or isinstance(x, torch.nn.Parameter) and not isinstance(x, CudaTensor)
+        if type(x) is torch.Tensor or (isinstance(x, torch.nn.Parameter) and not isinstance(x, CudaTensor))
     ]
-    refused = (
-        len(found) > 1
-        or found
-        and any(x.dim() > 0 or func.overloadpacket.__name__ in ONE_DEVICE for x in host)
+    refused = len(found) > 1 or (
+        found and any(x.dim() > 0 or func.overloadpacket.__name__ in ONE_DEVICE for x in host)
     )
     if refused and func not in COPIES and func not in INDEXED:
         devices = [
@@ -339,7 +337,7 @@ def watch_copy(func, args, kwargs, here) -> bool:
 def wrap(flat, plain, out, index: int):
     """The results as tensors of the device; what an operation wrote into is returned as the very object it
     was."""
-    outer = {id(inner): x for x, inner in zip(flat, plain) if isinstance(x, CudaTensor)}
+    outer = {id(inner): x for x, inner in zip(flat, plain, strict=True) if isinstance(x, CudaTensor)}
 
     def one(x):
         if type(x) is not torch.Tensor:
@@ -424,7 +422,9 @@ def run_varlen(func, args, kwargs):
     varlen.check(not host, "all tensors must be on the device")
     if func is torch.ops.torch_attn._varlen_attn.default:
         names = ("is_causal", "scale", "window_size", "enable_gqa", "seqused_k", "block_table")
-        rest = dict(zip(names, plain[7:])) | {k: getattr(v, "elem", v) for k, v in kwargs.items()}
+        rest = dict(zip(names, plain[7:], strict=False)) | {
+            k: getattr(v, "elem", v) for k, v in kwargs.items()
+        }
         told = [
             rest.get("is_causal", False),
             *(rest.get(name) for name in ("scale", "window_size", "seqused_k", "block_table")),
@@ -437,7 +437,7 @@ def run_varlen(func, args, kwargs):
         return CudaTensor(out, args[0].index), CudaTensor(lse), CudaTensor(torch.zeros(2, dtype=torch.uint64))
     assert func is torch.ops.torch_attn._varlen_attn_backward.default, func
     grad, q, k, v, _out, _lse, cu_q, cu_k, _max_q, _max_k, causal, _rng, *more = plain
-    scale, window = (more + [None, None])[:2] if more else (kwargs.get("scale"), kwargs.get("window_size"))
+    scale, window = ([*more, None, None])[:2] if more else (kwargs.get("scale"), kwargs.get("window_size"))
     SIM.varlen["backward"] += 1
     return tuple(
         CudaTensor(x, args[1].index)
@@ -480,7 +480,7 @@ class Graph:
             if not func._schema.is_mutable and all(x.untyped_storage().data_ptr() in inputs for x in olds):
                 continue  # a view
             news = [x for x in pytree.tree_leaves(func(*args, **kwargs)) if isinstance(x, torch.Tensor)]
-            for old, new in zip(olds, news):
+            for old, new in zip(olds, news, strict=True):
                 if old is not new:
                     old.copy_(new)
 
@@ -568,7 +568,10 @@ def fake_cuda(num_devices: int) -> dict:
     )
     fakes = {name: lambda *_args, answer=answer, **_kwargs: answer for name, answer in answers.items()}
     fakes |= dict.fromkeys(nothing, lambda *_args, **_kwargs: None)
-    index = lambda wanted: wanted if isinstance(wanted, int) else torch.device(wanted).index or 0
+
+    def index(wanted):
+        return wanted if isinstance(wanted, int) else torch.device(wanted).index or 0
+
     fakes |= {
         "set_device": lambda wanted: guard.set_device(index(wanted)),
         "current_device": lambda: guard.get_device(),
@@ -612,7 +615,7 @@ def swap_and_keep(left, right, swap=torch.utils.swap_tensors) -> None:
     type as it was."""
     kept = [x.grad_dtype if x.is_leaf else None for x in (left, right)]
     swap(left, right)
-    for x, dtype in zip((left, right), kept):
+    for x, dtype in zip((left, right), kept, strict=True):
         if x.is_leaf and x.requires_grad and dtype is not None:
             x.grad_dtype = dtype
 

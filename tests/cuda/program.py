@@ -18,8 +18,10 @@ import torch
 
 
 def plain_type(x, *rest):
-    """`type` for lld/engine/decoder.py, which asks whether weights are plain parameters: a wrapped one would be, on
-    a GPU."""
+    """`type` for lld/engine/decoder.py, which asks whether weights are plain parameters.
+
+    A wrapped one is, as it would be on a GPU.
+    """
     return torch.nn.Parameter if not rest and getattr(x, "_is_param", False) else builtins.type(x, *rest)
 
 

@@ -5,6 +5,8 @@ Stands in for torch.ops.torch_attn._varlen_attn on the pretended device. Tensors
 CPU.
 """
 
+import itertools
+
 import torch
 
 HALF = (torch.float16, torch.bfloat16)
@@ -38,7 +40,7 @@ def forward(query, key, value, cu_q, cu_k, max_q, max_k, causal, scale, window, 
     )
     check(cu_k is not None, "cu_seq_q and cu_seq_k must be both set or both not set")
     ends_q, ends_k = sums(cu_q, "cu_seq_q"), sums(cu_k, "cu_seq_k")
-    longest = max(end - start for start, end in zip(ends_q, ends_q[1:]))
+    longest = max(end - start for start, end in itertools.pairwise(ends_q))
     check(ends_q[-1] == len(query) and longest <= max_q, "cu_seq_q does not fit query, or max_q is too small")
     if table is not None:
         check(
@@ -51,7 +53,7 @@ def forward(query, key, value, cu_q, cu_k, max_q, max_k, causal, scale, window, 
         check(key.shape[1] % 256 == 0, "Paged KV cache block size must be divisible by 256")
     out, lse = torch.empty_like(query), torch.zeros(query.shape[1], len(query))
     used = None if used is None else sums(used, "seqused_k")
-    for row, (start, end) in enumerate(zip(ends_q, ends_q[1:])):
+    for row, (start, end) in enumerate(itertools.pairwise(ends_q)):
         if table is None:
             k, v = (x[ends_k[row] : ends_k[row + 1]] for x in (key, value))
         else:
@@ -67,7 +69,7 @@ def forward(query, key, value, cu_q, cu_k, max_q, max_k, causal, scale, window, 
 
 
 def is_causal(causal: bool, window) -> bool:
-    return causal or window is not None and list(window) == [-1, 0]
+    return causal or (window is not None and list(window) == [-1, 0])
 
 
 def scores(q, k, causal: bool, scale: float | None) -> torch.Tensor:
@@ -100,8 +102,8 @@ def backward(grad, query, key, value, cu_q, cu_k, causal, scale, window):
     grads = [torch.zeros_like(x) for x in (query, key, value)]
     for row in range(len(ends_q) - 1):
         cuts = [slice(ends[row], ends[row + 1]) for ends in (ends_q, ends_k, ends_k)]
-        q, k, v = (x[cut].float() for x, cut in zip((query, key, value), cuts))
+        q, k, v = (x[cut].float() for x, cut in zip((query, key, value), cuts, strict=True))
         found = attend_backward(grad[cuts[0]].float(), q, k, v, is_causal(causal, window), scale)
-        for whole, part, cut in zip(grads, found, cuts):
+        for whole, part, cut in zip(grads, found, cuts, strict=True):
             whole[cut] = part.to(whole.dtype)
     return tuple(grads)
