@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+
 # On shared cores OpenMP threads that spin while they wait made a step 20 times slower; must be set before
 # torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -51,7 +52,7 @@ from lld.retrieval.client import check_health, make_search
 from lld.reward import score_episodes
 from lld.rollout import check_prompts, rollout
 from lld.running import checkpoint, crashbox, optimizers, plan, provenance, sharding, survive
-from lld.tinyworld import world
+from lld.tinyworld import prepare
 from lld.tools import RetrieverError, Unplayed
 from lld.update import learning_rate, score_batch, update_policy
 
@@ -446,7 +447,7 @@ def build(
     checkpoint.check_run_dir(run_dir, cfg, resume)
     if cfg.tinyworld.dir is not None:
         with accelerator.main_process_first():
-            world.prepare(cfg.tinyworld, cfg.rollout, cfg.retriever.topk)
+            prepare.prepare_world(cfg.tinyworld, cfg.rollout, cfg.retriever.topk)
     resumed = checkpoint.latest(run_dir if box is None else box) if resume or box else None
     if resumed is not None:
         checkpoint.check(resumed)

@@ -11,7 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lld import config, files, protocol
+from lld.tinyworld import demonstrations
+from lld.tinyworld import policy as policy_module
+from lld.tinyworld import prepare as prepare_module
 from lld.tinyworld import world as tinyworld
+from lld.tinyworld.prepare import prepare_world
 
 TINY = config.TinyWorld(num_people=30, warm_start_steps=12, hidden_size=32, namesake_share=0.2)
 TOPK = 3
@@ -30,7 +34,7 @@ def rows_of(path):
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     cfg = dataclasses.replace(TINY, dir=str(tmp_path_factory.mktemp("tiny") / "world"))
-    tinyworld.prepare(cfg, config.Rollout(), TOPK)
+    prepare_world(cfg, config.Rollout(), TOPK)
     return cfg, tmp_path_factory.getbasetemp() / cfg.dir
 
 
@@ -44,8 +48,8 @@ def tokenizer(world, tmp_path_factory):
     """The tokenizer as a run gets it: saved beside the policy's config, which decides what AutoTokenizer
     opens, and loaded again."""
     folder = tmp_path_factory.mktemp("policy")
-    made = tinyworld.make_tokenizer(world, TOPK)
-    tinyworld.make_policy(TINY, made).save_pretrained(folder)
+    made = policy_module.make_tokenizer(world, TOPK)
+    policy_module.make_policy(TINY, made).save_pretrained(folder)
     made.save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)
 
@@ -59,7 +63,7 @@ def search(world, tmp_path_factory):
             for passage in tinyworld.passages(world)
         )
     )
-    return tinyworld._search_all(corpus, tinyworld.all_queries(world), TOPK)
+    return demonstrations.search_all(corpus, demonstrations.all_queries(world), TOPK)
 
 
 def test_every_file_opens_in_the_format_its_reader_expects(prepared):
@@ -120,7 +124,7 @@ def test_a_flawless_demonstration_answers_every_question_with_its_gold(world, se
     train, held_out = tinyworld.make_questions(world, TINY)
     seen_by = {query: [int(passage.id) for passage in row] for query, row in search.items()}
     for question in train + held_out:
-        turns = tinyworld.demonstrate(random.Random(0), world, question, seen_by, clumsy=False)
+        turns = demonstrations.demonstrate(random.Random(0), world, question, seen_by, clumsy=False)
         gold = tinyworld.question_row(world, question, "x")["golden_answers"][0]
         assert protocol.parse_action(turns[-1][1]) == protocol.Action("answer", gold.lower())
         searched = [index for kind, query in turns if kind == "search" for index in seen_by[query]]
@@ -157,7 +161,7 @@ def test_namesakes_exist_at_the_asked_share_and_differ_in_every_fact(share):
 
 def test_same_seed_same_bytes_and_another_seed_another_world(prepared, tmp_path):
     cfg, folder = prepared
-    tinyworld.prepare(dataclasses.replace(cfg, dir=str(tmp_path / "again")), config.Rollout(), TOPK)
+    prepare_world(dataclasses.replace(cfg, dir=str(tmp_path / "again")), config.Rollout(), TOPK)
     assert files_of(tmp_path / "again") == files_of(folder)
     assert [e.title for e in tinyworld.make_world(cfg)] != [
         e.title for e in tinyworld.make_world(dataclasses.replace(cfg, seed=1))
@@ -166,7 +170,7 @@ def test_same_seed_same_bytes_and_another_seed_another_world(prepared, tmp_path)
 
 def test_the_saved_tokenizer_opens_as_the_word_level_one_and_knows_every_word(world, tokenizer):
     assert tokenizer.tokenize("<think> Port  x</think>") == ["<think>", "port", "<unk>", "</think>"]
-    assert all(len(tokenizer.encode(tag)) == 1 for tag in tinyworld.TAGS)
+    assert all(len(tokenizer.encode(tag)) == 1 for tag in policy_module.TAGS)
     assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token != tokenizer.eos_token
     train, held_out = tinyworld.make_questions(world, TINY)
     written = (
@@ -197,7 +201,7 @@ def test_every_kind_of_turn_survives_the_tokenizer_and_parses_as_meant(world, to
     rng = random.Random(0)
     kinds = Counter()
     for question in train * 2:
-        for kind, text in tinyworld.demonstrate(rng, world, question, seen_by):
+        for kind, text in demonstrations.demonstrate(rng, world, question, seen_by):
             if kind != "action":
                 continue
             decoded = tokenizer.decode(
@@ -238,8 +242,8 @@ def test_a_rendered_demonstration_masks_exactly_what_the_model_writes(world, tok
         query: protocol.render_observation(tokenizer, row, 200)[0] for query, row in search.items()
     }
     seen_by = {query: [int(passage.id) for passage in row] for query, row in search.items()}
-    turns = tinyworld.demonstrate(random.Random(1), world, question, seen_by, clumsy=False)
-    ids, own = tinyworld.render_demonstration(tokenizer, question.text, turns, observation_ids)
+    turns = demonstrations.demonstrate(random.Random(1), world, question, seen_by, clumsy=False)
+    ids, own = demonstrations.render_demonstration(tokenizer, question.text, turns, observation_ids)
     written = " ".join(text for kind, text in turns if kind == "action")
     assert tokenizer.decode([i for i, mine in zip(ids, own, strict=True) if mine]) == tokenizer.decode(
         tokenizer.encode(written, add_special_tokens=False)
@@ -259,12 +263,12 @@ def test_demonstration_loss_falls_to_what_a_hand_written_mean_says(prepared):
     )
     first, last = json.loads((folder / "world.json").read_text())["warm_start_losses"]
     assert first == pytest.approx(uniform, abs=0.2) and last < first - 0.3
-    policy = tinyworld.make_policy(cfg, AutoTokenizer.from_pretrained(folder / "policy"))
+    policy = policy_module.make_policy(cfg, AutoTokenizer.from_pretrained(folder / "policy"))
     demonstration = ([5, 6, 7, 8], [False, False, True, True])
     with torch.no_grad():
         logprobs_TV = policy(input_ids=torch.tensor([demonstration[0]])).logits[0].log_softmax(-1)
     expected = -(0.3 * logprobs_TV[0, 6] + logprobs_TV[1, 7] + logprobs_TV[2, 8]).item() / 2.3
-    assert tinyworld.warm_start(policy, [demonstration] * 3, 1, seed=0)[0] == pytest.approx(
+    assert policy_module.warm_start(policy, [demonstration] * 3, 1, seed=0)[0] == pytest.approx(
         expected, abs=1e-5
     )
 
@@ -272,8 +276,8 @@ def test_demonstration_loss_falls_to_what_a_hand_written_mean_says(prepared):
 def test_a_second_call_returns_at_once_and_leaves_the_files_alone(prepared, monkeypatch):
     cfg, folder = prepared
     before = files_of(folder)
-    monkeypatch.setattr(tinyworld, "warm_start", lambda *_: pytest.fail("trained again"))
-    tinyworld.prepare(cfg, config.Rollout(), TOPK)
+    monkeypatch.setattr(prepare_module, "warm_start", lambda *_: pytest.fail("trained again"))
+    prepare_world(cfg, config.Rollout(), TOPK)
     assert files_of(folder) == before
 
 
@@ -282,22 +286,22 @@ def test_other_options_are_refused_with_both_values_and_the_remedy(prepared):
     with pytest.raises(
         ValueError, match="num_people 30 there, 31 asked.*delete the folder or choose another"
     ):
-        tinyworld.prepare(dataclasses.replace(cfg, num_people=31), config.Rollout(), TOPK)
+        prepare_world(dataclasses.replace(cfg, num_people=31), config.Rollout(), TOPK)
     with pytest.raises(ValueError, match="topk 3 there, 2 asked"):
-        tinyworld.prepare(cfg, config.Rollout(), 2)
+        prepare_world(cfg, config.Rollout(), 2)
 
 
 def test_a_rollout_too_short_for_this_world_is_refused(prepared):
     with pytest.raises(ValueError, match="rollout.max_observation_tokens = 20.*raise"):
-        tinyworld.prepare(prepared[0], config.Rollout(max_observation_tokens=20), TOPK)
+        prepare_world(prepared[0], config.Rollout(max_observation_tokens=20), TOPK)
     with pytest.raises(ValueError, match="rollout.max_turns = 1.*two_hop_share 0"):
-        tinyworld.prepare(prepared[0], config.Rollout(max_turns=1), TOPK)
+        prepare_world(prepared[0], config.Rollout(max_turns=1), TOPK)
 
 
 def test_a_rollout_too_short_is_refused_before_any_training(tmp_path, monkeypatch):
-    monkeypatch.setattr(tinyworld, "warm_start", lambda *_: pytest.fail("trained first"))
+    monkeypatch.setattr(prepare_module, "warm_start", lambda *_: pytest.fail("trained first"))
     with pytest.raises(ValueError, match="rollout.max_new_tokens = 10"):
-        tinyworld.prepare(
+        prepare_world(
             dataclasses.replace(TINY, dir=str(tmp_path / "world")), config.Rollout(max_new_tokens=10), TOPK
         )
 
@@ -305,7 +309,7 @@ def test_a_rollout_too_short_is_refused_before_any_training(tmp_path, monkeypatc
 def test_a_folder_with_other_files_is_never_overwritten(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(ValueError, match="no world.json"):
-        tinyworld.prepare(dataclasses.replace(TINY, dir=str(tmp_path)), config.Rollout(), TOPK)
+        prepare_world(dataclasses.replace(TINY, dir=str(tmp_path)), config.Rollout(), TOPK)
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
@@ -317,11 +321,11 @@ def test_a_call_that_ends_early_leaves_nothing_and_touches_no_folder_that_was_th
     (tmp_path / "world.partial").mkdir()
     (tmp_path / "world.partial" / "thesis.tex").write_text("years of work")
     with monkeypatch.context() as patch:
-        patch.setattr(tinyworld, "warm_start", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(prepare_module, "warm_start", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            tinyworld.prepare(cfg, config.Rollout(), TOPK)
+            prepare_world(cfg, config.Rollout(), TOPK)
     assert [path.name for path in tmp_path.iterdir()] == ["world.partial"]
-    tinyworld.prepare(cfg, config.Rollout(), TOPK)
+    prepare_world(cfg, config.Rollout(), TOPK)
     assert files_of(tmp_path / "world") == files_of(prepared[1])
     assert {path.name for path in tmp_path.iterdir()} == {"world", "world.partial"}
     assert (tmp_path / "world.partial" / "thesis.tex").read_text() == "years of work"
@@ -334,23 +338,23 @@ def test_two_runs_that_want_one_new_world_share_it(prepared, tmp_path, monkeypat
     two stays."""
     if not locks:
         monkeypatch.setattr(
-            tinyworld.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(37, "No locks available"))
+            prepare_module.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(37, "No locks available"))
         )
     cfg, made, failed = dataclasses.replace(prepared[0], dir=str(tmp_path / "world")), [], []
     both = threading.Barrier(2)
-    identity = tinyworld._identity
+    identity = prepare_module._identity
 
     def together(*args):
         both.wait()
         return identity(*args)
 
-    monkeypatch.setattr(tinyworld, "_identity", together)
-    make_policy = tinyworld.make_policy
-    monkeypatch.setattr(tinyworld, "make_policy", lambda *args: made.append(1) or make_policy(*args))
+    monkeypatch.setattr(prepare_module, "_identity", together)
+    make_policy = policy_module.make_policy
+    monkeypatch.setattr(prepare_module, "make_policy", lambda *args: made.append(1) or make_policy(*args))
 
     def prepare():
         try:
-            tinyworld.prepare(cfg, config.Rollout(), TOPK)
+            prepare_world(cfg, config.Rollout(), TOPK)
         except BaseException as error:
             failed.append(error)
 
@@ -371,13 +375,13 @@ def test_a_full_disk_in_the_warm_start_is_named_and_the_next_call_succeeds(prepa
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         with pytest.raises(files.WriteError, match="tinyworld.dir = .*world' cannot be written: "):
-            tinyworld.prepare(cfg, config.Rollout(), TOPK)
+            prepare_world(cfg, config.Rollout(), TOPK)
     finally:
         resource.setrlimit(
             resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
         )
     assert not list(tmp_path.iterdir())
-    tinyworld.prepare(cfg, config.Rollout(), TOPK)
+    prepare_world(cfg, config.Rollout(), TOPK)
     assert files_of(tmp_path / "world") == files_of(prepared[1])
 
 
@@ -387,4 +391,4 @@ def test_a_damaged_world_is_named(prepared, tmp_path, text):
     with pytest.raises(
         ValueError, match="world.json is damaged .*delete the folder or choose another tinyworld.dir"
     ):
-        tinyworld.prepare(dataclasses.replace(prepared[0], dir=str(tmp_path)), config.Rollout(), TOPK)
+        prepare_world(dataclasses.replace(prepared[0], dir=str(tmp_path)), config.Rollout(), TOPK)

@@ -113,11 +113,11 @@ def prepare_world(run: Run) -> int:
     """Makes the tiny world of `run` in this process; nothing to do where it is there."""
     import torch
 
-    from lld.tinyworld import world
+    from lld.tinyworld import prepare
 
     torch.set_num_threads(1)
     try:
-        world.prepare(run.cfg.tinyworld, run.cfg.rollout, run.cfg.retriever.topk)
+        prepare.prepare_world(run.cfg.tinyworld, run.cfg.rollout, run.cfg.retriever.topk)
     except files.WriteError as error:
         print(f"lld.experiment: {error}: make room; the same command continues", file=sys.stderr)
         return 7

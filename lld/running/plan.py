@@ -19,7 +19,7 @@ from lld.engine import decoder, engine
 from lld.model import lm_head, load
 from lld.retrieval import memory
 from lld.running import sharding
-from lld.tinyworld import world
+from lld.tinyworld import policy, world
 
 GB = 1e9
 # Published architectures by hub name, for a plan without a download
@@ -82,8 +82,8 @@ def read_shape(cfg: config.Config) -> Shape:
     configs/shapes, or the hub's."""
     path = cfg.model.path
     if cfg.tinyworld.dir and Path(path) == Path(cfg.tinyworld.dir) / "policy" and not Path(path).exists():
-        tokenizer = world.make_tokenizer(world.make_world(cfg.tinyworld), cfg.retriever.topk)
-        return shape_of(world.policy_shape(cfg.tinyworld, tokenizer))
+        tokenizer = policy.make_tokenizer(world.make_world(cfg.tinyworld), cfg.retriever.topk)
+        return shape_of(policy.policy_shape(cfg.tinyworld, tokenizer))
     published = SHAPES / f"{path.removesuffix('-Instruct')}.json"
     try:
         if not Path(path).exists() and published.is_file():

@@ -43,7 +43,7 @@ from lld.model import load
 from lld.retrieval.client import make_search
 from lld.retrieval.corpus import Corpus
 from lld.rollout import rollout
-from lld.tinyworld import world
+from lld.tinyworld.policy import warm_start
 
 BENCHMARKS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wiki", "musique", "bamboogle")
 CHAT = (
@@ -133,7 +133,7 @@ def make_policy(tokenizer, search, train: Path, steps: int) -> Qwen2ForCausalLM:
         demonstrations.append(
             ([i for ids, _ in parts for i in ids], [own for ids, own in parts for _ in ids])
         )
-    world.warm_start(lm, demonstrations, steps, 0)
+    warm_start(lm, demonstrations, steps, 0)
     return lm
 
 

@@ -31,7 +31,7 @@ from lld.policy import Policy
 from lld.retrieval.client import make_search
 from lld.reward import score_episodes
 from lld.rollout import rollout
-from lld.tinyworld import world as tinyworld
+from lld.tinyworld.prepare import prepare_world
 from lld.update import plan_updates, update_policy
 
 TOLERANCES = (0.0, 0.001, 0.003, 0.01)
@@ -191,7 +191,7 @@ if __name__ == "__main__":
         str(Path(__file__).parents[2] / "configs" / "tiny.yaml"),
         [f"{name}={path}" for name, path in paths.items()],
     )
-    tinyworld.prepare(cfg.tinyworld, cfg.rollout, cfg.retriever.topk)
+    prepare_world(cfg.tinyworld, cfg.rollout, cfg.retriever.topk)
     tokenizer, lm = load_tokenizer(cfg.model), load_lm(cfg.model).eval()
     gaps(cfg, tokenizer, lm)
     gates(cfg, tokenizer, lm)

@@ -415,10 +415,10 @@ def influence() -> dict:
 
 def make_world() -> None:
     """The tiny world of all runs, made on the CPU."""
-    from lld.tinyworld import world
+    from lld.tinyworld.prepare import prepare_world
 
     cfg = settings.load(small("world"), [])
-    world.prepare(cfg.tinyworld, cfg.rollout, cfg.retriever.topk)
+    prepare_world(cfg.tinyworld, cfg.rollout, cfg.retriever.topk)
     questions = (FOLDER / "world" / "heldout.jsonl").read_text().splitlines(keepends=True)
     (FOLDER / "few.jsonl").write_text("".join(questions[:4]))
 
