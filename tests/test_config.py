@@ -28,10 +28,10 @@ def test_shipped_configs_load_and_state_only_departures(path):
 
 
 def recipes() -> dict[str, tuple[str, list[str]]]:
-    """The README's table of recipes: name -> ("table: row", the paper's seven scores and their average)."""
+    """The table of docs/recipes.md: name -> ("table: row", the paper's seven scores and their average)."""
     lines = re.findall(
         r"^\| (`[\w`., -]+`) \| (\d: [^|]+) \| ((?:\.\d{3} \| ){7}\.\d{3}) \|$",
-        (ROOT / "README.md").read_text(),
+        (ROOT / "docs" / "recipes.md").read_text(),
         re.MULTILINE,
     )
     return {
