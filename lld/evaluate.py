@@ -4,10 +4,7 @@ One episode a question, every question scored, evaluation's own sampling setting
 partial batch and, by losing a flag on the way, samples its validation at temperature 1).
 """
 
-import sys
-import urllib.parse
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -16,10 +13,8 @@ from accelerate.utils import gather_object
 from lld.config import Config
 from lld.engine.engine import Engine
 from lld.episode import Episode, Question
-from lld.record.runs import printable
 from lld.reward import cover_exact_match, exact_match, gold_in_results, token_f1
 from lld.rollout import Search, rollout
-from lld.settings import read_back
 from lld.tools import Unplayed
 
 AVERAGES = {  # the columns of the paper's tables
@@ -27,56 +22,7 @@ AVERAGES = {  # the columns of the paper's tables
     "MHAvg": ("hotpotqa", "2wiki", "musique", "bamboogle"),
     "Avg": ("nq", "triviaqa", "popqa", "hotpotqa", "2wiki", "musique", "bamboogle"),
 }
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 RESAMPLED_VALUES = 1 << 22  # drawn at once by the bootstrap; bounds its memory
-
-
-def options_of(ckpt: Path, config_file: str | None, overrides: list[str]) -> Config:
-    """The options to play a checkpoint with: of `config_file`, or of the run that it lies in,
-    RUN/checkpoints/step_N; says on the console what is read.
-
-    Either may be somebody else's: no code, no place to write and, of a run's own file, no server on another
-    machine is taken from it; the command line may give them. ValueError where there is no such file, or for a
-    mistake in it.
-    """
-    path = Path(config_file) if config_file is not None else ckpt.absolute().parent.parent / "config.yaml"
-    if config_file is None and (ckpt.absolute().parent.name != "checkpoints" or not path.is_file()):
-        raise ValueError(
-            f"{ckpt} does not lie in a run's folder (RUN/checkpoints/step_N with RUN/config.yaml): give "
-            "--config"
-        )
-    cfg, dropped = read_back(path, overrides)
-    for name in dropped:
-        if name in ("model.trust_remote_code", "retriever.record"):
-            print(
-                f"{path}: {name} is not taken from a file: give {name}=… on the command line if it is meant",
-                file=sys.stderr,
-            )
-    if config_file is None:
-        servers = [url for url in (cfg.retriever.url, *cfg.retriever.replicas) if url is not None]
-        given = {override.partition("=")[0] for override in overrides}
-        for url in (
-            servers
-            if cfg.retriever.replay is None and not given & {"retriever.url", "retriever.replicas"}
-            else ()
-        ):
-            if urllib.parse.urlsplit(url).hostname not in LOOPBACK:
-                raise ValueError(
-                    f"{path} names the server {url!r}, which would be sent what the model asks: give "
-                    f"retriever.url={url} if it is meant"
-                )
-        where = cfg.retriever.replay or (
-            ", ".join(servers) if servers else f"{cfg.retriever.backend} over {cfg.retriever.corpus}"
-        )
-        sets = ", ".join(f"{name} = {cfg.eval.benchmarks[name]}" for name in cfg.eval.benchmarks)
-        print(
-            printable(
-                f"options of {path}; search: {where}; benchmarks: {sets}; training questions: "
-                f"{cfg.data.train}"
-            ),
-            file=sys.stderr,
-        )
-    return cfg
 
 
 def evaluate_questions(

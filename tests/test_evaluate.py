@@ -20,6 +20,8 @@ from lld import config, data, evaluate, protocol, settings
 from lld.engine.engine import Engine
 from lld.episode import Question
 from lld.evaluate import bootstrap_interval, bootstrap_means, paper_averages, summarize
+from lld.evaluation import play as play_module
+from lld.evaluation import scores as scores_module
 from lld.model import load
 from lld.retrieval.client import Search
 from lld.reward import gold_in_results
@@ -515,17 +517,17 @@ def test_averages_get_their_intervals_from_all_sets():
         ]
 
     sets = {name: records(name, 200) for name in ("nq", "triviaqa", "popqa")}
-    scores = command.score_records(sets)
-    assert command.score_records({name: rows[::-1] for name, rows in reversed(sets.items())}) == scores, (
-        "the order of writing must not matter"
-    )
+    scores = scores_module.score_records(sets)
+    assert (
+        scores_module.score_records({name: rows[::-1] for name, rows in reversed(sets.items())}) == scores
+    ), "the order of writing must not matter"
     low, high = scores["averages"]["GenAvg"]["em_interval"]
     # Three independent sets: sqrt(3) narrower than one; equal seeds would draw the same rows and give no
     # narrowing.
     assert scores["averages"]["GenAvg"]["em"] == 0.5 and high - low == pytest.approx(
         2 * 1.96 * (0.25 / 400 / 3) ** 0.5, rel=0.12
     )
-    assert "GenAvg" in command.format_table(scores) and "50.0 [4" in command.format_table(scores)
+    assert "GenAvg" in scores_module.format_table(scores) and "50.0 [4" in scores_module.format_table(scores)
 
 
 def test_resumed_evaluation_gives_the_figures_of_a_whole_one(world, whole, tmp_path, monkeypatch):
@@ -536,9 +538,9 @@ def test_resumed_evaluation_gives_the_figures_of_a_whole_one(world, whole, tmp_p
     (tmp_path / "hotpotqa.jsonl").unlink()
     (tmp_path / "results.json").unlink()
     asked = []
-    play = command.evaluate_questions
+    play = play_module.evaluate_questions
     monkeypatch.setattr(
-        command,
+        play_module,
         "evaluate_questions",
         lambda engine, tokenizer, questions, *args, **kwargs: (
             asked.append([q.id for q in questions]) or play(engine, tokenizer, questions, *args, **kwargs)
@@ -591,7 +593,7 @@ def test_changed_questions_are_refused(world, whole, tmp_path, capsys):
 
 
 def test_search_failure_keeps_what_was_done(world, whole, tmp_path, monkeypatch, capsys):
-    make_search, queries = command.make_search, []
+    make_search, queries = play_module.make_search, []
 
     def failing(options):
         search = make_search(options)
@@ -604,7 +606,7 @@ def test_search_failure_keeps_what_was_done(world, whole, tmp_path, monkeypatch,
 
         return Search(search_or_fail, search.fingerprint)
 
-    monkeypatch.setattr(command, "make_search", failing)
+    monkeypatch.setattr(play_module, "make_search", failing)
     assert run_eval(world, tmp_path) == 3
     error = capsys.readouterr().err
     assert "eval.py: the search failed: no reply from the retriever" in error and "Traceback" not in error
@@ -612,10 +614,10 @@ def test_search_failure_keeps_what_was_done(world, whole, tmp_path, monkeypatch,
         len((tmp_path / "nq.jsonl").read_text().splitlines()) == 4
         and not (tmp_path / "results.json").exists()
     )
-    monkeypatch.setattr(command, "make_search", lambda options: Search(make_search(options), "another"))
+    monkeypatch.setattr(play_module, "make_search", lambda options: Search(make_search(options), "another"))
     assert run_eval(world, tmp_path) == 2
     assert "the retriever now has another: start it as it was" in capsys.readouterr().err
-    monkeypatch.setattr(command, "make_search", make_search)
+    monkeypatch.setattr(play_module, "make_search", make_search)
     assert run_eval(world, tmp_path) == 0
     assert read(tmp_path)[1] == read(whole)[1]
 
@@ -778,9 +780,9 @@ def test_a_gpu_evaluates_the_model_that_training_plays_with(world, monkeypatch):
         "engine_model",
         lambda lm, device, **how: asked.append(device.type) or make(lm, torch.device("cpu"), **how),
     )
-    monkeypatch.setattr(command, "Engine", lambda lm, *_, **__: opened.append(lm))
-    command.open_engine(cfg, tokenizer, torch.device("cuda"))
-    command.open_engine(cfg, tokenizer, torch.device("cpu"))
+    monkeypatch.setattr(play_module, "Engine", lambda lm, *_, **__: opened.append(lm))
+    play_module.open_engine(cfg, tokenizer, torch.device("cuda"))
+    play_module.open_engine(cfg, tokenizer, torch.device("cpu"))
     assert asked == ["cuda", "cpu"]
     twin = sharding.rollout_copy(lm, SimpleNamespace(mixed_precision="bf16", device=torch.device("cpu")))
     for model in (opened[0], twin):

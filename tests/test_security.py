@@ -12,9 +12,11 @@ import pytest
 import yaml
 from test_report import full_rows, write_run
 
-from lld import config, evaluate, settings
+from lld import config, settings
+from lld.evaluation.options import options_of
 from lld.experiment import grid
 from lld.model import load
+from lld.model.folder import check_folder
 from lld.record import runs
 from lld.report import figure
 from lld.running import crashbox
@@ -229,13 +231,13 @@ def test_a_runs_own_options_choose_no_code_no_place_to_write_and_no_server_elsew
         match="config.yaml names the server 'http://evil.example', .* give "
         "retriever.url=http://evil.example if it is meant",
     ):
-        evaluate.options_of(ckpt, None, [])
+        options_of(ckpt, None, [])
     told = capsys.readouterr().err
     assert (
         "model.trust_remote_code is not taken from a file" in told
         and "retriever.record is not taken from a file" in told
     )
-    cfg = evaluate.options_of(ckpt, None, ["retriever.url=http://127.0.0.1:9"])
+    cfg = options_of(ckpt, None, ["retriever.url=http://127.0.0.1:9"])
     assert (cfg.optim.lr, cfg.rollout.max_turns, cfg.eval.benchmarks) == (
         3e-5,
         2,
@@ -248,7 +250,7 @@ def test_a_runs_own_options_choose_no_code_no_place_to_write_and_no_server_elsew
         and cfg.run.trackers == ()
     )
     assert "benchmarks: mine = /elsewhere/b.jsonl" in capsys.readouterr().err, "what will be read is said"
-    named = evaluate.options_of(ckpt, str(tmp_path / "run" / "config.yaml"), ["model.trust_remote_code=true"])
+    named = options_of(ckpt, str(tmp_path / "run" / "config.yaml"), ["model.trust_remote_code=true"])
     assert (
         named.model.trust_remote_code
         and named.retriever.url == "http://evil.example"
@@ -256,9 +258,9 @@ def test_a_runs_own_options_choose_no_code_no_place_to_write_and_no_server_elsew
     )
     local = run_folder(tmp_path / "local", retriever={"url": "http://localhost.evil.example", "replicas": []})
     with pytest.raises(ValueError, match="names the server 'http://localhost.evil.example'"):
-        evaluate.options_of(local, None, [])
+        options_of(local, None, [])
     with pytest.raises(ValueError, match="does not lie in a run's folder .*: give --config"):
-        evaluate.options_of(tmp_path, None, [])
+        options_of(tmp_path, None, [])
 
 
 @pytest.mark.parametrize(
@@ -505,7 +507,7 @@ def test_a_folder_without_a_model_says_which_one_is_meant(model, tmp_path, capsy
             load.load_tokenizer(config.Model(path=where))
         assert time.monotonic() - start < 1, "the hub is not asked for what can only be a folder"
         assert not capsys.readouterr().err
-    load.check_folder("owner/name", "model.path =")
+    check_folder("owner/name", "model.path =")
     assert "model.path = owner/name: no such folder here; asking the hub" in capsys.readouterr().err
     for path in model.glob("tokenizer*"):
         path.unlink()

@@ -35,10 +35,11 @@ from lld.config import Config
 from lld.data import load_questions, questions_of_step
 from lld.engine.engine import Engine
 from lld.episode import Batch, Episode, Question, collate
-from lld.evaluate import options_of
+from lld.evaluation.options import options_of
 from lld.influence.view import compare, draw, print_case, print_summary, readable
+from lld.model.folder import check_folder
 from lld.model.lm_head import token_scores
-from lld.model.load import check_fit, check_folder, eos_ids, load_lm, load_tokenizer
+from lld.model.load import check_fit, eos_ids, load_lm, load_tokenizer
 from lld.policy import Policy
 from lld.record.monitor import PARTS, first_passages
 from lld.record.runs import printable

@@ -472,8 +472,9 @@ def evaluating() -> dict:
     """eval.py on a checkpoint of `training`, in bf16: its exit code and the types of the engine's weights and
     buffers."""
     import eval as program
+    from lld.evaluation import play
 
-    kinds, open_engine = {}, program.open_engine
+    kinds, open_engine = {}, play.open_engine
 
     def spy(*args):
         engine = open_engine(*args)
@@ -483,7 +484,7 @@ def evaluating() -> dict:
         )
         return engine
 
-    program.open_engine = spy
+    play.open_engine = spy
     SIM.reset()
     checkpoint = FOLDER / "plain" / "checkpoints" / "step_000002"
     with device():
@@ -496,7 +497,7 @@ def evaluating() -> dict:
             str(FOLDER / "evaluated"),
         ]
         code = program.main([*arguments, "eval.top_p=0.9", "eval.temperature=0.7"])
-    program.open_engine = open_engine
+    play.open_engine = open_engine
     return {"code": code, "seen": seen()} | kinds
 
 

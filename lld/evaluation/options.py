@@ -1,0 +1,59 @@
+"""The options that a checkpoint is evaluated with; importing this does not import torch."""
+
+import sys
+import urllib.parse
+from pathlib import Path
+
+from lld.config import Config
+from lld.record.runs import printable
+from lld.settings import read_back
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def options_of(ckpt: Path, config_file: str | None, overrides: list[str]) -> Config:
+    """The options of `config_file`, or of the run that the checkpoint lies in (RUN/checkpoints/step_N).
+
+    Either file may be somebody else's: no code and no place to write is taken from it and, from a run's own
+    file, no server on another machine; the command line may name them. Prints what was not taken and, for a
+    run's own file, what will be read. Raises ValueError where there is no such file, or for a mistake in it.
+    """
+    path = Path(config_file) if config_file is not None else ckpt.absolute().parent.parent / "config.yaml"
+    if config_file is None and (ckpt.absolute().parent.name != "checkpoints" or not path.is_file()):
+        raise ValueError(
+            f"{ckpt} does not lie in a run's folder (RUN/checkpoints/step_N with RUN/config.yaml): "
+            "give --config"
+        )
+    cfg, dropped = read_back(path, overrides)
+    for name in dropped:
+        if name in ("model.trust_remote_code", "retriever.record"):
+            _tell(
+                f"{path}: {name} is not taken from a file: give {name}=… on the command line if it is meant"
+            )
+    if config_file is None:
+        servers = [url for url in (cfg.retriever.url, *cfg.retriever.replicas) if url is not None]
+        given = {override.partition("=")[0] for override in overrides}
+        if cfg.retriever.replay is None and not given & {"retriever.url", "retriever.replicas"}:
+            _refuse_elsewhere(path, servers)
+        _tell(_what_is_read(path, cfg, servers))
+    return cfg
+
+
+def _refuse_elsewhere(path: Path, servers: list[str]) -> None:
+    for url in servers:
+        if urllib.parse.urlsplit(url).hostname not in LOOPBACK:
+            raise ValueError(
+                f"{path} names the server {url!r}, which would be sent what the model asks: "
+                f"give retriever.url={url} if it is meant"
+            )
+
+
+def _what_is_read(path: Path, cfg: Config, servers: list[str]) -> str:
+    in_process = f"{cfg.retriever.backend} over {cfg.retriever.corpus}"
+    where = cfg.retriever.replay or ", ".join(servers) or in_process
+    sets = ", ".join(f"{name} = {file}" for name, file in cfg.eval.benchmarks.items())
+    return f"options of {path}; search: {where}; benchmarks: {sets}; training questions: {cfg.data.train}"
+
+
+def _tell(text: str) -> None:
+    print(printable(text), file=sys.stderr)
