@@ -167,7 +167,11 @@ def test_a_signal_says_what_becomes_of_the_phase_it_comes_in(tmp_path, capsys, p
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_the_world_is_made_ends_in_one_line(folder, capsys, monkeypatch, number):
-    stop = lambda *_: (os.kill(os.getpid(), number), time.sleep(5))
+
+    def stop(*_):
+        os.kill(os.getpid(), number)
+        time.sleep(5)
+
     monkeypatch.setattr("lld.tinyworld.prepare.prepare_world", stop)
     message = refused(capsys, small(folder, "early_signal"), code=5)
     assert (

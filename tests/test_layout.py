@@ -1,0 +1,84 @@
+"""The layout: imports run one way, lines and functions stay short, `lld/` itself holds the method alone."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+# A room is a module or a folder of lld/, or a program. It may import from rooms above its own line or on it,
+# never from one below.
+FLOORS = (
+    {"config", "protocol", "advantages", "files"},
+    {"rules", "episode", "loss", "model", "tools"},
+    {"settings", "data", "reward", "policy", "engine"},
+    {"retrieval", "rollout", "update"},
+    {"record"},
+    {"evaluate", "tinyworld"},
+    {"running", "report"},
+    {"experiment", "influence", "evaluation"},
+    {"train", "eval", "retriever_server"},
+)
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+METHOD = {
+    *("config", "rules", "settings", "files", "data", "protocol", "episode", "rollout", "tools"),
+    *("reward", "advantages", "policy", "loss", "update", "evaluate"),
+}
+FILES = [*sorted((ROOT / "lld").rglob("*.py")), *sorted(ROOT.glob("*.py"))]
+
+
+def dotted(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {dotted(path): path for path in FILES}
+
+
+def imports(path: Path) -> set[str]:
+    """The project's modules that a file imports, at its top or inside its functions."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relative to itself"
+            named = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else node.module for name in named}
+    return found & MODULES.keys()
+
+
+IMPORTS = {module: imports(path) for module, path in MODULES.items()}
+
+
+def room(module: str) -> str:
+    return module.removeprefix("lld.").split(".")[0]
+
+
+def test_every_room_has_its_floor():
+    assert {room(module) for module in MODULES} - {"lld"} == FLOOR.keys()
+
+
+@pytest.mark.parametrize("module", sorted(MODULES.keys() - {"lld"}))
+def test_imports_run_one_way(module):
+    upward = {other for other in IMPORTS[module] - {"lld"} if FLOOR[room(other)] > FLOOR[room(module)]}
+    assert not upward, f"{module} imports from floors that stand on it"
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    """Neither do rooms: a circle between two of one floor would be one of modules, or soon become one."""
+    rooms = {}
+    for module, imported in IMPORTS.items():
+        rooms.setdefault(room(module), set()).update({room(other) for other in imported} - {room(module)})
+    for graph in (IMPORTS, rooms):
+        left = dict(graph)
+        while free := [node for node, imported in left.items() if not imported & left.keys()]:
+            for node in free:
+                del left[node]
+        assert not left, f"these stand in a circle, or import from one: {sorted(left)}"
+
+
+def test_the_method_is_what_lies_at_the_top():
+    assert {path.stem for path in (ROOT / "lld").glob("*.py")} - {"__init__"} == METHOD
+    for path in (ROOT / "lld").rglob("__init__.py"):
+        assert path.parent == ROOT / "lld" or not path.read_text(), f"{path} is not empty"
