@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-
 # On shared cores OpenMP threads that spin while they wait made a step 20 times slower; must be set before
 # torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -43,14 +42,14 @@ from lld.engine.engine import Engine
 from lld.episode import Batch, Episode, Question, collate
 from lld.evaluate import evaluate_questions, summarize
 from lld.loss import answer_beta
-from lld.model.load import check_fit, eos_ids, load_lm, load_tokenizer, read_shape
+from lld.model.load import check_fit, load_lm, load_tokenizer, read_shape
 from lld.policy import Policy
 from lld.record import metrics, monitor, phases, runs, trajectories
 from lld.record import sentinel as sentinel_module
 from lld.report.figure import write_report
 from lld.retrieval.client import check_health, make_search
 from lld.reward import score_episodes
-from lld.rollout import check_prompts, rollout
+from lld.rollout import Budgets, check_prompts, open_engine, rollout
 from lld.running import checkpoint, crashbox, optimizers, plan, provenance, sharding, survive
 from lld.tinyworld import prepare
 from lld.tools import RetrieverError, Unplayed
@@ -617,17 +616,7 @@ def new_engine(parts: Parts, cfg: config.Config, sampling: config.Rollout | conf
     if parts.twin is not None:
         sharding.refresh(parts.twin, parts.bare, parts.accelerator.device)
     lm = (parts.twin or parts.lm).eval()
-    return Engine(
-        lm,
-        parts.tokenizer,
-        num_slots=cfg.rollout.num_slots,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        stop_strings=protocol.STOP_STRINGS,
-        eos_ids=eos_ids(parts.lm, parts.tokenizer),
-        cuda_graphs=cfg.rollout.cuda_graphs,
-        max_tokens=cfg.rollout.max_episode_tokens,
-    )
+    return open_engine(lm, parts.tokenizer, cfg.rollout, sampling)
 
 
 def play(parts: Parts, cfg: config.Config, step: int) -> tuple[list[Episode], dict, str | None]:
@@ -655,14 +644,11 @@ def play(parts: Parts, cfg: config.Config, step: int) -> tuple[list[Episode], di
                 parts.tokenizer,
                 [question for _, question in mine],
                 parts.search,
+                Budgets.of(options),
                 num_samples=options.group_size,
                 seed=cfg.run.seed,
                 step=step,
                 repeats=repeats,
-                max_turns=options.max_turns,
-                max_new_tokens=options.max_new_tokens,
-                max_observation_tokens=options.max_observation_tokens,
-                max_episode_tokens=options.max_episode_tokens,
                 max_failed_groups=int(options.max_failed_groups * len(questions)),
                 empty_results=cfg.retriever.empty_results,
                 overlap_search=options.overlap_search,

@@ -4,9 +4,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lld.protocol import Passage
+from lld.tools import TOOLS, Passage
 
-THINK, SEARCH, ANSWER = 1, 2, 3  # parts of a response
+# Parts of a response: a part's id in `Batch.part_ids_BT` and in files is its place here, from 1. Ids 1 to 3
+# are those of every run with the search tool alone; further tools follow.
+PARTS = ("think", "search", "answer", *(kind for kind in TOOLS if kind != "search"))
+PART_IDS = {part: number for number, part in enumerate(PARTS, start=1)}
+THINK, SEARCH, ANSWER = PART_IDS["think"], PART_IDS["search"], PART_IDS["answer"]
 
 
 @dataclass(frozen=True)
@@ -22,24 +26,25 @@ class Question:
 
 @dataclass
 class Turn:
-    """One action and what came back. Offsets count from the first token after the prompt.
+    """One action and its observation. Offsets count from the first token after the prompt."""
 
-    Tokens [start, end) are the model's; [end, observation_end) are the observation, empty after the last
-    action. From `tag_start` on they are the action itself, `<search>` or `<answer>` and what follows (`end`
-    for an invalid one). `stop` says why the sampler stopped: "stop_string", "eos" or "length" (the turn's
-    budget).
-    """
-
+    # Tokens [start, end) are the model's, [end, observation_end) the observation (empty after the last action)
     start: int
     end: int
     observation_end: int
-    kind: str  # "search", "answer" or "invalid"
-    content: str
-    stop: str
-    tag_start: int
+    kind: str  # a key of TOOLS, "answer" or "invalid"
+    content: str  # the query or the answer
+    stop: str  # why the sampler stopped: "stop_string", "eos" or "length" (the turn's budget)
+    tag_start: int  # first token of "<search>" or "<answer>"; `end` for an invalid action
+    # Of a search that was carried out, which one in the last turn is not:
     passages: tuple[Passage, ...] = ()
     num_cut_passages: int = 0
-    searched: bool = False  # False for a search in the last turn, which is not carried out
+    searched: bool = False
+
+    @property
+    def answered(self) -> bool:
+        """Whether a tool was run for this action."""
+        return self.kind in TOOLS and self.observation_end > self.end
 
 
 @dataclass
@@ -47,10 +52,12 @@ class Episode:
     """One conversation, token for token as it happened; nothing in it is ever decoded and encoded again.
 
     `token_ids`, `action_ids` and `logprobs` have equal length and exclude the prompt. `action_ids[t]` is 0
-    for a token the model did not write and k for a token of its k-th action; `logprobs[t]` is that of the
-    distribution it was sampled from (0.0 where action_ids is 0). `stop_reason` is "answer", "turns" (out of
-    turns), "length" (out of context), "failed_search" or "empty_search" (one that found nothing); of the last
-    two `failure` says more, and such an episode is never trained on.
+    for a token the model did not write and k for a token of its k-th action. `logprobs[t]` is under the
+    distribution that token t was sampled from (0.0 where action_ids is 0).
+
+    `stop_reason` is "answer", "turns" (out of turns), "length" (out of context), "failed_search" or
+    "empty_search" (a query without results). For the last two `failure` has the message; such an episode is
+    never trained on.
     """
 
     question: Question
@@ -80,8 +87,10 @@ class Episode:
 
     @property
     def num_searches(self) -> int:
-        """Valid searches that were carried out (Search-R1 also counts those of the last turn, which are
-        not)."""
+        """Valid searches that were carried out.
+
+        Search-R1 also counts those of the last turn, which are not.
+        """
         return sum(turn.searched for turn in self.turns)
 
     @property
@@ -91,21 +100,30 @@ class Episode:
 
 @dataclass(frozen=True)
 class Batch:
-    """All episodes of a rollout as (B, T) tensors, prompt included and padded on the right; entry t describes
-    token t.
-
-    `token_ids_BT`, `action_ids_BT` (0 on prompt, observations and padding), `part_ids_BT` (THINK, SEARCH or
-    ANSWER on the model's tokens, 0 elsewhere; tags belong to their action) and `sampled_logprobs_BT` come
-    from the episodes, `advantages_B` from their rewards, `lengths_B` counts prompt and response.
-    """
+    """Episodes as (B, T) tensors, prompt included and padded on the right; entry t describes token t."""
 
     token_ids_BT: torch.Tensor
-    action_ids_BT: torch.Tensor
-    part_ids_BT: torch.Tensor
+    action_ids_BT: torch.Tensor  # 0 on prompt, observations and padding
+    part_ids_BT: (
+        torch.Tensor
+    )  # a value of PART_IDS on the model's tokens, else 0; tags belong to their action
     sampled_logprobs_BT: torch.Tensor
     advantages_B: torch.Tensor
-    lengths_B: torch.Tensor
-    names: tuple[str, ...]
+    lengths_B: torch.Tensor  # tokens of prompt and response
+    names: tuple[str, ...]  # of the episodes
+
+    def rows(self, rows: list[int], device=None) -> "Batch":
+        """The given rows, cut to the longest of them, on `device`."""
+        length = int(self.lengths_B[rows].max())
+        return Batch(
+            token_ids_BT=self.token_ids_BT[rows, :length].to(device),
+            action_ids_BT=self.action_ids_BT[rows, :length].to(device),
+            part_ids_BT=self.part_ids_BT[rows, :length].to(device),
+            sampled_logprobs_BT=self.sampled_logprobs_BT[rows, :length].to(device),
+            advantages_B=self.advantages_B[rows].to(device),
+            lengths_B=self.lengths_B[rows].to(device),
+            names=tuple(self.names[row] for row in rows),
+        )
 
 
 def collate(episodes: list[Episode], advantages_PG: torch.Tensor, pad_id: int) -> Batch:
@@ -128,9 +146,8 @@ def collate(episodes: list[Episode], advantages_PG: torch.Tensor, pad_id: int) -
         sampled_logprobs_BT[row, start:end] = torch.tensor(episode.logprobs)
         part_ids_BT[row, start:end] = (action_ids_BT[row, start:end] > 0) * THINK
         for turn in episode.turns:
-            part_ids_BT[row, start + turn.tag_start : start + turn.end] = (
-                SEARCH if turn.kind == "search" else ANSWER
-            )
+            if turn.kind != "invalid":
+                part_ids_BT[row, start + turn.tag_start : start + turn.end] = PART_IDS[turn.kind]
         lengths_B[row] = end
     return Batch(
         token_ids_BT,

@@ -14,8 +14,8 @@ from lld.config import Config
 from lld.engine.engine import Engine
 from lld.episode import Episode, Question
 from lld.reward import cover_exact_match, exact_match, gold_in_results, token_f1
-from lld.rollout import Search, rollout
-from lld.tools import Unplayed
+from lld.rollout import Budgets, rollout
+from lld.tools import Search, Unplayed
 
 AVERAGES = {  # the columns of the paper's tables
     "GenAvg": ("nq", "triviaqa", "popqa"),
@@ -54,13 +54,10 @@ def evaluate_questions(
             tokenizer,
             list(questions[rank::num_processes]),
             search,
+            Budgets.of(cfg.rollout, cfg.eval.max_turns),
             num_samples=1,
             seed=seed,
             step=-1,  # no training step has this number, so no training episode shares its random numbers
-            max_turns=cfg.eval.max_turns,
-            max_new_tokens=cfg.rollout.max_new_tokens,
-            max_observation_tokens=cfg.rollout.max_observation_tokens,
-            max_episode_tokens=cfg.rollout.max_episode_tokens,
             empty_results="show",  # every question is scored, and nothing is learned from the empty block
             overlap_search=cfg.rollout.overlap_search,
             progress=progress,

@@ -1,33 +1,34 @@
 """The agent's language: tags, prompt, stop strings, parsing an action, rendering an observation.
 
 Strings are Search-R1's, character for character (`search_r1/llm_agent/generation.py` and its data scripts),
-so that its checkpoints work here and ours work there. What differs is what Search-R1 gets wrong; each such
-place says so.
+so that its checkpoints work here and ours work there. Where Search-R1 has a bug, ours differs and the
+docstring says so. Tags of actions come from the table of tools; the prompt must explain a new tool itself.
 """
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-STOP_STRINGS = ("</search>", "</answer>")
+from lld.tools import TOOLS, Passage
+
+# Tag -> kind of action.
+ACTION_TAGS = {tool.tag: kind for kind, tool in TOOLS.items()} | {"answer": "answer"}
+TAG_OF_KIND = {kind: tag for tag, kind in ACTION_TAGS.items()}
+TAGS = ("think", "information", *ACTION_TAGS)
+STOP_STRINGS = tuple(f"</{tag}>" for tag in ACTION_TAGS)
 
 PROMPT = (
-    "Answer the given question. You must conduct reasoning inside <think> and </think> first every time "
-    "you get new "
-    "information. After reasoning, if you find you lack some knowledge, you can call a search engine by "
-    "<search> query "
-    "</search> and it will return the top searched results between <information> and </information>. You "
-    "can search as "
-    "many times as your want. If you find no further external knowledge needed, you can directly provide "
-    "the answer "
-    "inside <answer> and </answer>, without detailed illustrations. For example, <answer> Beijing </answer>. "
-    "Question: {question}\n"
+    "Answer the given question. You must conduct reasoning inside <think> and </think> first every time you "
+    "get new information. After reasoning, if you find you lack some knowledge, you can call a search engine "
+    "by <search> query </search> and it will return the top searched results between <information> and "
+    "</information>. You can search as many times as your want. If you find no further external knowledge "
+    "needed, you can directly provide the answer inside <answer> and </answer>, without detailed "
+    "illustrations. For example, <answer> Beijing </answer>. Question: {question}\n"
 )
 INVALID_ACTION = (
     "\nMy previous action is invalid. If I want to search, I should put the query between <search> and "
-    "</search>. "
-    "If I want to give the final answer, I should put the answer between <answer> and </answer>. Let me "
-    "try again.\n"
+    "</search>. If I want to give the final answer, I should put the answer between <answer> and </answer>. "
+    "Let me try again.\n"
 )
 OBSERVATION_HEAD = "\n\n<information>"
 OBSERVATION_TAIL = "</information>\n\n"
@@ -35,44 +36,39 @@ OBSERVATION_TAIL = "</information>\n\n"
 # The protocol's own sentences, quoted by a model, look like searches. Search-R1 searches for "and".
 QUOTED_SEARCHES = ("and", "query")
 
-CHARS_PER_TOKEN = 16  # of a passage are read, for each token of the budget; ordinary text has 2 to 5
+# Characters of a result that are read for each token of the budget; ordinary text has 2 to 5.
+CHARS_PER_TOKEN = 16
 MIN_PASSAGE_CHARS = 8192  # are read whatever the budget
 
 # Two `\s*` side by side around an optional `/` would take quadratic time on white space.
-_TAG = re.compile(r"<\s*(/\s*)?(think|search|information|answer)\s*>", re.IGNORECASE)
+_TAG = re.compile(rf"<\s*(/\s*)?({'|'.join(TAGS)})\s*>", re.IGNORECASE)
 _MARKUP = re.compile(r"[<\[].*[>\]]", re.DOTALL)
 _BRACKETS = str.maketrans("<>[]", "()()")
 
 
 @dataclass(frozen=True)
-class Passage:
-    """One retrieved document: `contents` is '"Title"\\ntext' as in Search-R1's wiki-18.jsonl."""
-
-    id: str
-    contents: str
-    score: float = 0.0
-
-
-@dataclass(frozen=True)
 class Action:
-    """What one turn asked for: kind is "search", "answer" or "invalid"; content is the query or the answer,
-    stripped."""
+    """What one turn asked for."""
 
-    kind: str
-    content: str = ""
+    kind: str  # a key of TOOLS, "answer" or "invalid"
+    content: str = ""  # the query or the answer, stripped
 
 
 def question_prompt(question: str) -> str:
-    """The user's message for a question; a question mark is added where it is missing (Search-R1's data
-    scripts)."""
+    """The user's message for a question, as Search-R1's data scripts write it.
+
+    A question mark is added where it is missing.
+    """
     question = question.strip()
     return PROMPT.format(question=question if question.endswith("?") else question + "?")
 
 
 def encode_prompt(tokenizer, question: str) -> list[int]:
-    """Token ids of a question's prompt: through the chat template if the tokenizer has one (Search-R1 does so
-    for base models too), as raw text otherwise, and then without a BOS, as verl does. Control tokens in the
-    question's text are read as text."""
+    """Token ids of a question's prompt.
+
+    Through the chat template if the tokenizer has one (Search-R1 does so for base models too), as raw text
+    otherwise, and then without a BOS, as verl does. Control tokens in the question become plain text.
+    """
     controls = control_tokens(tokenizer)
     message = question_prompt(_as_text(question, tokenizer, lambda text: _respell(text, controls)))
     if tokenizer.chat_template is not None:
@@ -85,47 +81,50 @@ def encode_prompt(tokenizer, question: str) -> list[int]:
 def parse_action(text: str, specials: re.Pattern | None = None) -> Action:
     """The action in one turn's text, which the sampler has stopped at the first closing tag.
 
-    The closing tag that comes first decides, and the nearest opening tag before it begins the content, from
-    which what `specials` matches is taken out (Search-R1 decodes without special tokens). An empty query, or
-    the protocol's own sentence quoted ("<search> and </search>"), is invalid: Search-R1 sends both to the
-    retriever. Any answer is one, as in Search-R1: an empty or quoted one ends the episode too, and is wrong.
+    The first closing tag decides the kind; the content begins at the nearest opening tag before it. What
+    `specials` matches is removed from the content (Search-R1 decodes without special tokens). An empty query,
+    or a quotation of the protocol's own sentence ("<search> and </search>"), is invalid: Search-R1 sends both
+    to the retriever. An empty or quoted answer is an answer, as in Search-R1: it ends the episode, and is
+    wrong.
     """
-    ends = [(text.find(stop), stop) for stop in STOP_STRINGS if stop in text]
+    ends = [(text.find(f"</{tag}>"), tag) for tag in ACTION_TAGS if f"</{tag}>" in text]
     if not ends:
         return Action("invalid")
-    end, stop = min(ends)
-    kind = stop[2:-1]
-    start = text.rfind(f"<{kind}>", 0, end)
+    end, tag = min(ends)
+    start = text.rfind(f"<{tag}>", 0, end)
     if start < 0:
         return Action("invalid")
-    content = text[start + len(kind) + 2 : end]
+    content = text[start + len(tag) + 2 : end]
     content = (specials.sub("", content) if specials else content).strip()
-    if kind == "search" and (not content or content in QUOTED_SEARCHES):
+    kind = ACTION_TAGS[tag]
+    if kind in TOOLS and (not content or content in QUOTED_SEARCHES):
         return Action("invalid")
     return Action(kind, content)
 
 
 def tag_offset(text: str, kind: str) -> int:
-    """Character offset at which the `<search>` or `<answer>` of a valid action begins in its turn's text."""
-    return text.rfind(f"<{kind}>", 0, text.index(f"</{kind}>"))
+    """Character offset of the opening tag of a valid action of this kind in its turn's text."""
+    tag = TAG_OF_KIND[kind]
+    return text.rfind(f"<{tag}>", 0, text.index(f"</{tag}>"))
 
 
 def defuse(text: str) -> str:
-    """Retrieved text with every protocol tag made harmless: `</answer>` becomes `(/answer)`."""
+    """Text with every protocol tag made harmless: `</answer>` becomes `(/answer)`."""
     return _TAG.sub(lambda match: f"({(match[1] or '')[:1]}{match[2].lower()})", text)
 
 
 def is_blank(text: str) -> bool:
-    """Whether there is nothing in `text` to be seen: only white space, control and zero-width characters."""
+    """Whether `text` has no visible character: only white space, control and zero-width characters."""
     return not any(char.isprintable() and not char.isspace() for char in text)
 
 
 def control_tokens(tokenizer, added: bool = True) -> re.Pattern:
-    """Matches the text of every special token, with a role or without (Llama 3's `<|eot_id|>`), and with
-    `added` of every added token that is spelled like one (Qwen's `<tool_call>`, `<|fim_pad|>`).
+    """A pattern that matches the text of every special token (also those without a role: Llama 3's
+    `<|eot_id|>`).
 
-    Other added tokens are text (words, runs of spaces), and so are the protocol's own tags, which a user may
-    have added.
+    With `added`, it also matches every added token that is spelled like one (Qwen's `<tool_call>`,
+    `<|fim_pad|>`). Other added tokens are text (words, runs of spaces), and so are the protocol's own tags,
+    which a user may have added.
     """
     known = [
         token
@@ -133,7 +132,7 @@ def control_tokens(tokenizer, added: bool = True) -> re.Pattern:
         if token.special or added and _MARKUP.fullmatch(str(token).strip())
     ]
     texts = {*tokenizer.all_special_tokens, *map(str, known)}
-    # Some are looked for in normalized text, as they are normalized themselves
+    # The tokenizer looks for some of them in normalized text, after normalizing them too.
     if normalizer := _normalizer(tokenizer):
         texts |= {normalizer.normalize_str(str(token)) for token in known if token.normalized}
     longest_first = sorted(
@@ -144,12 +143,17 @@ def control_tokens(tokenizer, added: bool = True) -> re.Pattern:
 
 
 def _respell(text: str, controls: re.Pattern) -> str:
-    """`text` with control tokens spelled so that they encode as text: `<|im_end|>` becomes `(|im_end|)`,
-    `EOT` becomes `E OT`."""
-    respelled = lambda token: (
-        token.translate(_BRACKETS) if token.translate(_BRACKETS) != token else f"{token[0]} {token[1:]}"
-    )
-    return controls.sub(lambda match: respelled(match[0]), text)
+    """`text` with control tokens spelled so that they encode as plain text.
+
+    `<|im_end|>` becomes `(|im_end|)`, and `EOT`, which has no brackets, becomes `E OT`.
+    """
+
+    def respell(match: re.Match) -> str:
+        token = match[0]
+        without_brackets = token.translate(_BRACKETS)
+        return without_brackets if without_brackets != token else f"{token[0]} {token[1:]}"
+
+    return controls.sub(respell, text)
 
 
 def _normalizer(tokenizer):
@@ -158,8 +162,8 @@ def _normalizer(tokenizer):
 
 
 def _as_text(text: str, tokenizer, clean: Callable[[str], str]) -> str:
-    """`clean(text)`, also of what only the tokenizer's own normalizer makes a tag or a control token (NFKC,
-    lower case)."""
+    """`clean(text)`, applied again where the tokenizer's normalizer (NFKC, lower case) would create a tag or
+    a control token."""
     text, normalizer = clean(text), _normalizer(tokenizer)
     if normalizer is None:
         return text
@@ -167,54 +171,68 @@ def _as_text(text: str, tokenizer, clean: Callable[[str], str]) -> str:
     return text if clean(normal) == normal else clean(normal)
 
 
-def passage_text(passage: Passage, rank: int) -> str:
-    """One passage as the model reads it: 'Doc 1(Title: "A") text\\n' (Search-R1's `_passages2string`)."""
-    title, _, text = passage.contents.partition("\n")
-    return f"Doc {rank}(Title: {defuse(title)}) {defuse(text)}\n"
+def result_text(kind: str, result: Passage | str, rank: int) -> str:
+    """One result of a tool as the model reads it, without protocol tags."""
+    return defuse(TOOLS[kind].render(result, rank))
 
 
-def shorten(passage: Passage, max_tokens: int) -> Passage:
-    """The passage without what an observation of `max_tokens` could not show: megabytes are neither parsed
-    nor encoded."""
+def shorten(result: Passage | str, max_tokens: int) -> Passage | str:
+    """`result` without the text that an observation of `max_tokens` could not show.
+
+    So that megabytes are neither parsed nor encoded.
+    """
     limit = max(CHARS_PER_TOKEN * max_tokens, MIN_PASSAGE_CHARS)
-    return passage if len(passage.contents) <= limit else replace(passage, contents=passage.contents[:limit])
+    if isinstance(result, str):
+        return result if len(result) <= limit else result[:limit]
+    return result if len(result.contents) <= limit else replace(result, contents=result.contents[:limit])
 
 
-def render_observation(tokenizer, passages: list[Passage], max_tokens: int) -> tuple[list[int], int]:
-    """Token ids of '\\n\\n<information>Doc 1(Title: …) …</information>\\n\\n', at most `max_tokens`, and how
-    many passages were cut.
+def render_observation(
+    tokenizer, results: list[Passage | str], max_tokens: int, kind: str = "search"
+) -> tuple[list[int], int]:
+    """Token ids of a tool's results in an <information> block, and how many results were cut.
 
-    Every passage gets an equal share of the budget and what shorter ones leave goes to the longer ones, so
-    that all are seen and the block always closes. (Search-R1 cuts the joined block at 500 ids: the last
-    passages and the closing tag are lost.) No passages give an empty block. Raises ValueError if the budget
-    cannot hold the empty block.
+    '\\n\\n<information>Doc 1(Title: …) …</information>\\n\\n' has at most `max_tokens` tokens. Every result
+    gets an equal share of the budget and what shorter ones leave goes to the longer ones, so that all are
+    seen and the block always closes. (Search-R1 cuts the joined block at 500 ids: the last passages and the
+    closing tag are lost.) No results give an empty block. Raises ValueError if the budget cannot hold the
+    empty block.
     """
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
     controls = control_tokens(tokenizer)
     clean = lambda text: _respell(defuse(text), controls)
-    shown = [shorten(passage, max_tokens) for passage in passages]
-    was_long = [short is not passage for short, passage in zip(shown, passages, strict=True)]
+    shown = [shorten(result, max_tokens) for result in results]
+    was_long = [short is not result for short, result in zip(shown, results, strict=True)]
     texts = [
-        _as_text(passage_text(passage, rank), tokenizer, clean) for rank, passage in enumerate(shown, start=1)
+        _as_text(result_text(kind, result, rank), tokenizer, clean)
+        for rank, result in enumerate(shown, start=1)
     ]
     whole = encode(OBSERVATION_HEAD + "".join(texts).strip() + OBSERVATION_TAIL)
     if len(whole) <= max_tokens:
         return whole, sum(was_long)
     head, tail = encode(OBSERVATION_HEAD), encode(OBSERVATION_TAIL)
-    pieces = [encode(text) for text in texts]
     room = max_tokens - len(head) - len(tail)
-    if room < len(pieces):
+    if room < len(texts):
         raise ValueError(
-            f"an observation budget of {max_tokens} tokens cannot hold {len(pieces)} passages: raise "
-            "rollout.max_observation_tokens or lower retriever.topk"
+            f"an observation budget of {max_tokens} tokens cannot hold {len(texts)} passages: "
+            "raise rollout.max_observation_tokens or lower retriever.topk"
         )
-    kept, num_cut = {}, 0
+    pieces = [encode(text) for text in texts]
+    kept = _share_room(pieces, room)
+    num_cut = sum(
+        len(short) < len(piece) or long for short, piece, long in zip(kept, pieces, was_long, strict=True)
+    )
+    return head + [token for piece in kept for token in piece] + tail, num_cut
+
+
+def _share_room(pieces: list[list[int]], room: int) -> list[list[int]]:
+    """The pieces cut to `room` tokens together: equal shares, and what shorter ones leave for the longer."""
+    kept = list(pieces)
     for waiting, index in enumerate(sorted(range(len(pieces)), key=lambda i: len(pieces[i]))):
         share = room // (len(pieces) - waiting)
         kept[index] = pieces[index][:share]
-        num_cut += len(pieces[index]) > share or was_long[index]
         room -= len(kept[index])
-    return head + [token for index in range(len(pieces)) for token in kept[index]] + tail, num_cut
+    return kept
 
 
 def check_observation_budget(tokenizer, topk: int, max_tokens: int) -> None:
@@ -222,3 +240,14 @@ def check_observation_budget(tokenizer, topk: int, max_tokens: int) -> None:
     passages."""
     long = Passage("", '"Title"\n' + "word " * max_tokens)
     render_observation(tokenizer, [long] * topk, max_tokens)
+
+
+def eos_ids(lm, tokenizer) -> tuple[int, ...]:
+    """Every id that ends a turn: the tokenizer's EOS, the generation config's, and the chat format's end of
+    turn."""
+    configured = lm.generation_config.eos_token_id
+    ids = {tokenizer.eos_token_id, *(configured if isinstance(configured, (list, tuple)) else [configured])}
+    if tokenizer.chat_template is not None:
+        vocabulary = tokenizer.get_vocab()
+        ids |= {vocabulary.get(token) for token in ("<|im_end|>", "<|eot_id|>")}
+    return tuple(sorted(i for i in ids if i is not None))

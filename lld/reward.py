@@ -11,10 +11,12 @@ from collections.abc import Sequence
 
 from lld.config import Reward
 from lld.episode import Episode
+from lld.protocol import ACTION_TAGS, TAGS
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_NO_TAGS = r"(?:(?!</?(?:think|search|information|answer)>).)*"
-_TURN = re.compile(rf"\s*<think>{_NO_TAGS}</think>\s*<(search|answer)>{_NO_TAGS}</\1>\s*", re.DOTALL)
+_NO_TAGS = rf"(?:(?!</?(?:{'|'.join(TAGS)})>).)*"
+_ACTION = rf"<({'|'.join(ACTION_TAGS)})>{_NO_TAGS}</\1>"
+_TURN = re.compile(rf"\s*<think>{_NO_TAGS}</think>\s*{_ACTION}\s*", re.DOTALL)
 _INFORMATION = re.compile(r"\s*<information>(.*)</information>\s*", re.DOTALL)
 
 
@@ -61,8 +63,7 @@ def token_f1(prediction: str, golden_answers: Sequence[str]) -> float:
 
 
 def valid_format(turn_texts: Sequence[str], observations: Sequence[str], *, eos: str = "") -> bool:
-    """Whether an episode is (think, search, information)* think answer, with nothing but white space between
-    and after.
+    """Whether an episode is (think, tool call, information)* think answer, with only white space between.
 
     `turn_texts` are what the model wrote, `observations` what it got after each turn ("" for none), `eos` an
     end-of-sequence text that a turn may end with. Search-R1 v0.3's `is_valid_sequence`, except that it knows
@@ -75,7 +76,7 @@ def valid_format(turn_texts: Sequence[str], observations: Sequence[str], *, eos:
     for index, (text, observation) in enumerate(zip(turn_texts, observations)):
         turn = _TURN.fullmatch(text.rstrip().removesuffix(eos))
         is_last = index == len(turn_texts) - 1
-        if turn is None or turn[1] != ("answer" if is_last else "search"):
+        if turn is None or (turn[1] == "answer") != is_last:
             return False
         if observation.strip() if is_last else not _INFORMATION.fullmatch(observation):
             return False

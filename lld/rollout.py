@@ -1,35 +1,74 @@
-"""The multi-turn state machine: engine + search -> episodes.
+"""The multi-turn state machine: engine + tools -> episodes.
 
-Up to `max_turns` turns that may search, then one last turn that cannot (Search-R1's `run_llm_loop`). A turn
-that is neither a search nor an answer costs a turn and gets the protocol's corrective message.
+Up to `max_turns` turns that may use a tool, then one last turn that cannot (Search-R1's `run_llm_loop`). A
+turn that neither calls a tool nor answers costs a turn and gets the protocol's corrective message.
 """
 
 import hashlib
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Callable
+from dataclasses import dataclass
+from functools import partial
 
-from lld import protocol
+from lld import config, protocol
 from lld.engine.engine import Engine, Stopped
 from lld.episode import Episode, Question, Turn
-from lld.protocol import Passage
-from lld.tools import RetrieverError
+from lld.tools import TOOLS, RetrieverError, Search
 
-Search = Callable[[list[str]], list[list[Passage]]]
+
+@dataclass(frozen=True)
+class Budgets:
+    """How long an episode may become, in turns and tokens (the options of the same names in `rollout`)."""
+
+    max_turns: int  # that may use a tool; one more may only answer
+    max_new_tokens: int  # written in a turn
+    max_observation_tokens: int  # read after a turn
+    max_episode_tokens: int  # prompt, actions and observations together
+
+    @classmethod
+    def of(cls, options: config.Rollout, max_turns: int | None = None) -> "Budgets":
+        """The budgets of training; `max_turns` replaces its number of turns (evaluation has its own)."""
+        return cls(
+            max_turns=options.max_turns if max_turns is None else max_turns,
+            max_new_tokens=options.max_new_tokens,
+            max_observation_tokens=options.max_observation_tokens,
+            max_episode_tokens=options.max_episode_tokens,
+        )
+
+
+def open_engine(lm, tokenizer, options: config.Rollout, sampling: config.Rollout | config.Eval) -> Engine:
+    """An engine for rollouts of `lm`, with the temperature and top_p of `sampling`."""
+    return Engine(
+        lm,
+        tokenizer,
+        num_slots=options.num_slots,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        stop_strings=protocol.STOP_STRINGS,
+        eos_ids=protocol.eos_ids(lm, tokenizer),
+        cuda_graphs=options.cuda_graphs,
+        max_tokens=options.max_episode_tokens,
+    )
 
 
 def episode_seed(seed: int, step: int, question_id: str, sample: int) -> int:
-    """The seed of one episode's own generator: the same whatever the slots, the order or the number of
-    processes."""
+    """The seed of one episode's own generator.
+
+    It does not depend on slots, on the order of episodes or on the number of processes.
+    """
     digest = hashlib.blake2b(f"{seed}/{step}/{question_id}/{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def check_prompts(tokenizer, questions: list[Question], max_prompt_tokens: int) -> None:
-    """Raises ValueError naming the first question whose prompt exceeds its budget (Search-R1 cuts it from the
-    left)."""
+    """Raises ValueError naming the first question whose prompt exceeds its budget.
+
+    Search-R1 cuts such a prompt from the left.
+    """
     frame = len(protocol.encode_prompt(tokenizer, ""))
     for question in questions:
-        if frame + len(question.text.encode()) <= max_prompt_tokens:  # no token holds less than a byte
+        # Skip the encoding where it cannot be too long: every token holds at least one byte.
+        if frame + len(question.text.encode()) <= max_prompt_tokens:
             continue
         length = len(protocol.encode_prompt(tokenizer, question.text))
         if length > max_prompt_tokens:
@@ -44,15 +83,12 @@ def rollout(
     tokenizer,
     questions: list[Question],
     search: Search,
+    budgets: Budgets,
     *,
     num_samples: int,
     seed: int,
     step: int,
     repeats: list[int] | None = None,
-    max_turns: int,
-    max_new_tokens: int,
-    max_observation_tokens: int,
-    max_episode_tokens: int,
     max_failed_groups: int = 0,
     empty_results: str = "drop",
     overlap_search: bool = False,
@@ -60,39 +96,39 @@ def rollout(
 ) -> list[Episode]:
     """Plays `num_samples` episodes a question; returns them question by question.
 
-    `repeats[i]` says how often question i was asked earlier in this step: a question asked twice is played
-    anew.
+    `repeats[i]` says how often question i was asked earlier in this step: a question asked twice gets new
+    seeds. `progress` is called with 1 whenever an episode ends.
 
-    Searches of several episodes are sent together. With `overlap_search` they run in threads while other
-    slots decode, so the order of events depends on the clock; without, the loop waits and a seed repeats
-    every bit. A failed search never becomes text: its episodes end with `failure` set, and with more than
-    `max_failed_groups` questions among them the RetrieverError is raised. A search that found nothing is
-    shown as an empty block where `empty_results` is "show"; with "drop" its episode, and no other, ends with
-    `failure` set and the stop reason "empty_search", which no limit counts.
+    Queries of several episodes are sent together. With `overlap_search` they run in threads while other slots
+    decode, so the order of events depends on the clock; without, the loop waits and a seed repeats every bit.
+
+    A failed search never becomes text: its episodes end with `failure` set, and the RetrieverError is raised
+    once more than `max_failed_groups` questions have such episodes. A query without results is shown as an
+    empty block where `empty_results` is "show"; with "drop" only its own episode ends, with `failure` set and
+    the stop reason "empty_search", which `max_failed_groups` does not count.
     """
-    budgets = (max_turns, max_new_tokens, max_observation_tokens, max_episode_tokens, max_failed_groups)
-    talk = _Conversation(engine, tokenizer, *budgets, empty_results, progress)
+    talk = _Conversation(engine, tokenizer, search, budgets, max_failed_groups, empty_results, progress)
     for index, question in enumerate(questions):
         prompt_ids = protocol.encode_prompt(tokenizer, question.text)
         for sample in range(num_samples):
             talk.episodes[index, sample] = Episode(question, sample, prompt_ids)
         asked = f"{question.id}@{repeats[index]}" if repeats and repeats[index] else question.id
         seeds = [episode_seed(seed, step, asked, sample) for sample in range(num_samples)]
-        engine.add(index, prompt_ids, seeds, min(max_new_tokens, max_episode_tokens - len(prompt_ids)))
+        room = budgets.max_episode_tokens - len(prompt_ids)
+        engine.add(index, prompt_ids, seeds, min(budgets.max_new_tokens, room))
     pending: dict[Future, list[tuple]] = {}
     with ThreadPoolExecutor(max_workers=8 if overlap_search else 1) as pool:
         while engine.busy or talk.asking or pending:
             for stopped in engine.step() if engine.busy else ():
                 talk.hear(stopped)
-            # Many small prefills cost more than one; ask when a quarter of the slots would otherwise stand
-            # still.
+            # Many small prefills cost more than one: without overlap, wait until the waiting episodes are a
+            # quarter of the running ones.
             if talk.asking and (overlap_search or 4 * len(talk.asking) >= engine.num_running):
-                keys, queries = zip(*talk.asking)
-                talk.asking = []
-                if overlap_search:
-                    pending[pool.submit(search, list(queries))] = list(keys)
-                else:
-                    talk.observe(keys, lambda: search(list(queries)))
+                for keys, call in talk.take_calls():
+                    if overlap_search:
+                        pending[pool.submit(call)] = keys
+                    else:
+                        talk.observe(keys, call)
             if pending:
                 done, _ = wait(pending, timeout=None if not engine.busy else 0, return_when=FIRST_COMPLETED)
                 for future in done:
@@ -101,34 +137,26 @@ def rollout(
 
 
 class _Conversation:
-    """What has been said so far, in every episode of one rollout."""
+    """The state of all episodes of one rollout."""
 
     def __init__(
-        self,
-        engine,
-        tokenizer,
-        max_turns,
-        max_new_tokens,
-        max_observation_tokens,
-        max_episode_tokens,
-        max_failed_groups,
-        empty_results,
-        progress,
+        self, engine, tokenizer, search, budgets: Budgets, max_failed_groups, empty_results, progress
     ):
-        self.engine, self.tokenizer, self.progress = engine, tokenizer, progress
-        self.max_turns, self.max_new_tokens = max_turns, max_new_tokens
-        self.max_observation_tokens, self.max_episode_tokens, self.max_failed_groups = (
-            max_observation_tokens,
-            max_episode_tokens,
-            max_failed_groups,
-        )
-        self.empty_results, self.specials = empty_results, protocol.control_tokens(tokenizer, added=False)
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.search = search
+        self.budgets = budgets
+        self.max_failed_groups = max_failed_groups
+        self.empty_results = empty_results
+        self.progress = progress
+        self.specials = protocol.control_tokens(tokenizer, added=False)
         self.invalid_ids = tokenizer.encode(protocol.INVALID_ACTION, add_special_tokens=False)
         self.episodes: dict[tuple, Episode] = {}
-        self.asking: list[tuple[tuple, str]] = []  # (key, query) not sent yet
+        # (key, kind of tool, query) that were not sent yet
+        self.asking: list[tuple[tuple, str, str]] = []
 
     def hear(self, stopped: Stopped) -> None:
-        """Records a turn the moment it was sampled, and decides what happens next."""
+        """Records a turn as soon as it was sampled, and decides what happens next."""
         episode = self.episodes[stopped.key]
         text = self.tokenizer.decode(
             stopped.token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -139,66 +167,74 @@ class _Conversation:
         episode.logprobs += stopped.logprobs
         episode.action_ids += [len(episode.turns) + 1] * len(stopped.token_ids)
         end = len(episode.token_ids)
-        tag_start = (
-            end
-            if action.kind == "invalid"
-            else start + self._tokens_before(stopped.token_ids, protocol.tag_offset(text, action.kind))
-        )
+        tag_start = end
+        if action.kind != "invalid":
+            offset = protocol.tag_offset(text, action.kind)
+            tag_start = start + self._tokens_before(stopped.token_ids, offset)
         episode.turns.append(Turn(start, end, end, action.kind, action.content, stopped.reason, tag_start))
         if action.kind == "answer":
             self._finish(stopped.key, "answer")
-        elif len(episode.turns) > self.max_turns:
+        elif len(episode.turns) > self.budgets.max_turns:
             self._finish(stopped.key, "turns")
-        elif action.kind == "search":
-            self.asking.append((stopped.key, action.content))
-        else:
+        elif action.kind == "invalid":
             self._reply(stopped.key, self.invalid_ids)
+        elif action.kind in TOOLS:
+            self.asking.append((stopped.key, action.kind, action.content))
+        else:
+            raise ValueError(f"no tool for an action of kind {action.kind!r}: add it to lld.tools.TOOLS")
 
-    def observe(self, keys: list[tuple], searched: Callable[[], list[list[Passage]]]) -> None:
-        """Appends the passages found for each key's query, or ends the episodes whose search failed."""
+    def take_calls(self) -> list[tuple[list[tuple], Callable[[], list[list]]]]:
+        """The waiting queries as one call for each tool: keys of the episodes, and the call itself."""
+        calls = []
+        for kind, tool in TOOLS.items():
+            asked = [(key, query) for key, kind_asked, query in self.asking if kind_asked == kind]
+            if asked:
+                queries = [query for _, query in asked]
+                calls.append(([key for key, _ in asked], partial(tool.run, queries, self.search)))
+        self.asking = []
+        return calls
+
+    def observe(self, keys: list[tuple], call: Callable[[], list[list]]) -> None:
+        """Appends the results for each key's query, or ends the episodes whose search failed."""
         try:
-            results = searched()
+            found = call()
         except RetrieverError as error:
             for key in keys:
                 self._fail(key, str(error))
             return
-        assert len(keys) == len(results)
-        for key, passages in zip(keys, results):
+        for key, results in zip(keys, found, strict=True):
             turn = self.episodes[key].turns[-1]
-            if not passages and self.empty_results == "drop":
+            if not results and self.empty_results == "drop":
                 self.episodes[key].failure = f"the query {turn.content!r} found nothing"
                 self._finish(key, "empty_search")
                 continue
+            limit = self.budgets.max_observation_tokens
             observation_ids, turn.num_cut_passages = protocol.render_observation(
-                self.tokenizer, passages, self.max_observation_tokens
+                self.tokenizer, results, limit, turn.kind
             )
-            turn.passages = tuple(
-                protocol.shorten(passage, self.max_observation_tokens) for passage in passages
-            )
-            turn.searched = True
+            if turn.kind == "search":
+                turn.passages = tuple(protocol.shorten(passage, limit) for passage in results)
+                turn.searched = True
             self._reply(key, observation_ids)
 
     def _fail(self, key: tuple, reason: str) -> None:
         self.episodes[key].failure = reason
         self._finish(key, "failed_search")
-        if (
-            len({key[0] for key, episode in self.episodes.items() if episode.stop_reason == "failed_search"})
-            > self.max_failed_groups
-        ):
+        failed = {key[0] for key, e in self.episodes.items() if e.stop_reason == "failed_search"}
+        if len(failed) > self.max_failed_groups:
             raise RetrieverError(reason)
 
     def _reply(self, key: tuple, observation_ids: list[int]) -> None:
         episode = self.episodes[key]
-        room = (
-            self.max_episode_tokens - len(episode.prompt_ids) - len(episode.token_ids) - len(observation_ids)
-        )
+        length = len(episode.prompt_ids) + len(episode.token_ids) + len(observation_ids)
+        room = self.budgets.max_episode_tokens - length
         if room <= 0:
             return self._finish(key, "length")
         episode.token_ids += observation_ids
         episode.action_ids += [0] * len(observation_ids)
         episode.logprobs += [0.0] * len(observation_ids)
         episode.turns[-1].observation_end = len(episode.token_ids)
-        self.engine.extend(key, observation_ids, min(self.max_new_tokens, room))
+        self.engine.extend(key, observation_ids, min(self.budgets.max_new_tokens, room))
 
     def _finish(self, key: tuple, reason: str) -> None:
         self.episodes[key].stop_reason = reason

@@ -1,9 +1,57 @@
-"""The agent's tools, and how they fail.
+"""The agent's tools, as a table, and how a tool fails.
 
 A search that fails raises `RetrieverError` after bounded retries within a deadline. It never becomes an empty
 passage, which the policy would learn from: the rollout marks the episodes, and their groups are dropped. An
 empty list is an answer: nothing was found (`retriever.empty_results`).
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Passage:
+    """One retrieved document; `contents` is '"Title"\\ntext' as in Search-R1's wiki-18.jsonl."""
+
+    id: str
+    contents: str
+    score: float = 0.0
+
+
+# Queries in, the passages found for each out.
+Search = Callable[[list[str]], list[list[Passage]]]
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool: the model writes `<tag> query </tag>` and reads the results in an <information> block.
+
+    run: queries of several episodes, and the run's search function -> a list of results for each query. A
+        result is a Passage or a string. Called in one thread or, with rollout.overlap_search, in several.
+    render: one result and its rank, from 1 -> the text that the model reads. Protocol tags in it are made
+        harmless, and what exceeds the observation's budget is cut, by `protocol.render_observation`.
+    """
+
+    tag: str
+    run: Callable[[list[str], Search], list[list]]
+    render: Callable[[object, int], str]
+
+
+def run_search(queries: list[str], search: Search) -> list[list[Passage]]:
+    return search(queries)
+
+
+def render_passage(passage: Passage, rank: int) -> str:
+    """One passage as the model reads it: 'Doc 1(Title: "A") text\\n' (Search-R1's `_passages2string`)."""
+    title, _, text = passage.contents.partition("\n")
+    return f"Doc {rank}(Title: {title}) {text}\n"
+
+
+# The name of a tool is the kind of its actions in episodes, logs and on the report page. Stop strings, the
+# ids of response parts, the format reward's grammar and the metrics follow from this table.
+TOOLS = {
+    "search": Tool(tag="search", run=run_search, render=render_passage),
+}
 
 
 class Unplayed(RuntimeError):
@@ -11,8 +59,10 @@ class Unplayed(RuntimeError):
 
 
 class RetrieverError(Unplayed):
-    """The retriever did not answer as it must; the message names its url, the attempts, the last reason and
-    the remedy."""
+    """The retriever did not answer as it must.
+
+    The message names its url, the number of attempts, the last reason and the remedy.
+    """
 
 
 class Unreachable(RetrieverError):
@@ -32,4 +82,4 @@ class Malformed(RetrieverError):
 
 
 class Refused(RetrieverError):
-    """Any other status: the request itself is wrong, and asking again would not mend it."""
+    """Any other status: the request itself is wrong, and repeating it would not help."""

@@ -16,7 +16,7 @@ import torch
 import yaml
 
 import eval as command
-from lld import config, data, evaluate, protocol, settings
+from lld import config, data, evaluate, protocol, rollout, settings
 from lld.engine.engine import Engine
 from lld.episode import Question
 from lld.evaluate import bootstrap_interval, bootstrap_means, paper_averages, summarize
@@ -193,7 +193,7 @@ def open_world(world):
         temperature=0.0,
         top_p=1.0,
         stop_strings=protocol.STOP_STRINGS,
-        eos_ids=load.eos_ids(lm, tokenizer),
+        eos_ids=protocol.eos_ids(lm, tokenizer),
     )
 
     def search(queries):
@@ -780,7 +780,7 @@ def test_a_gpu_evaluates_the_model_that_training_plays_with(world, monkeypatch):
         "engine_model",
         lambda lm, device, **how: asked.append(device.type) or make(lm, torch.device("cpu"), **how),
     )
-    monkeypatch.setattr(play_module, "Engine", lambda lm, *_, **__: opened.append(lm))
+    monkeypatch.setattr(rollout, "Engine", lambda lm, *_, **__: opened.append(lm))
     play_module.open_engine(cfg, tokenizer, torch.device("cuda"))
     play_module.open_engine(cfg, tokenizer, torch.device("cpu"))
     assert asked == ["cuda", "cpu"]

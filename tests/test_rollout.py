@@ -8,14 +8,21 @@ import torch
 from conftest import make_lm
 
 from lld import protocol
+from lld import rollout as rollout_module
 from lld.engine.engine import Engine, Stopped
 from lld.episode import Question, collate
 from lld.policy import Policy
 from lld.protocol import Passage
-from lld.rollout import check_prompts, episode_seed, rollout
+from lld.rollout import Budgets, check_prompts, episode_seed
 from lld.tools import RetrieverError
 
 BUDGETS = dict(max_turns=2, max_new_tokens=60, max_observation_tokens=120, max_episode_tokens=2000)
+
+
+def rollout(engine, tokenizer, questions, search, **options):
+    """lld.rollout.rollout with the budgets among the options."""
+    budgets = Budgets(**{name: options.pop(name) for name in BUDGETS})
+    return rollout_module.rollout(engine, tokenizer, questions, search, budgets, **options)
 
 
 class ScriptedEngine:

@@ -17,7 +17,8 @@ from test_train import draw_nothing, refused, rows
 from transformers import AutoModelForCausalLM
 
 import train
-from lld import config, settings
+from lld import config, protocol, settings
+from lld.engine.engine import Engine
 from lld.evaluate import evaluate_questions
 from lld.running import checkpoint, sharding
 from lld.update import micro_batches, plan_updates
@@ -221,14 +222,14 @@ def test_a_checkpoint_of_shards_evaluates_identically(found, folder):
         train.load_tokenizer(cfg.model),
         AutoModelForCausalLM.from_pretrained(last, attn_implementation="lld").eval(),
     )
-    engine = train.Engine(
+    engine = Engine(
         lm,
         tokenizer,
         num_slots=8,
         temperature=cfg.eval.temperature,
         top_p=1.0,
-        stop_strings=train.protocol.STOP_STRINGS,
-        eos_ids=train.eos_ids(lm, tokenizer),
+        stop_strings=protocol.STOP_STRINGS,
+        eos_ids=protocol.eos_ids(lm, tokenizer),
     )
     _, held_out, search = train.open_world(cfg, tokenizer)
     records = evaluate_questions(engine, tokenizer, held_out["tiny"], search, cfg, seed=cfg.run.seed)

@@ -175,7 +175,7 @@ def test_the_saved_tokenizer_opens_as_the_word_level_one_and_knows_every_word(wo
     train, held_out = tinyworld.make_questions(world, TINY)
     written = (
         [protocol.INVALID_ACTION]
-        + [protocol.passage_text(passage, 1) for passage in tinyworld.passages(world)]
+        + [protocol.result_text("search", passage, 1) for passage in tinyworld.passages(world)]
         + [question.text for question in train + held_out]
     )
     for text in written:

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
-from lld import protocol, settings
+from lld import protocol, rollout, settings
 from lld.config import Config
 from lld.data import load_benchmark
 from lld.engine.engine import Engine
@@ -21,7 +21,6 @@ from lld.evaluation.scores import format_table, score_records
 from lld.files import fingerprint, replace_file
 from lld.model import load
 from lld.retrieval.client import check_health, make_search
-from lld.rollout import check_prompts
 
 
 def evaluate(ckpt: Path, cfg: Config, names: list[str], out: Path) -> None:
@@ -66,7 +65,7 @@ def play_missing(
         return
     tokenizer = load.load_tokenizer(cfg.model)
     for questions in benchmarks.values():
-        check_prompts(tokenizer, questions, cfg.rollout.max_prompt_tokens)
+        rollout.check_prompts(tokenizer, questions, cfg.rollout.max_prompt_tokens)
     protocol.check_observation_budget(tokenizer, cfg.retriever.topk, cfg.rollout.max_observation_tokens)
     check_health(cfg.retriever)  # before the minutes that a large model takes to load
     search = make_search(cfg.retriever)
@@ -116,17 +115,7 @@ def open_engine(cfg: Config, tokenizer, device: torch.device) -> Engine:
     half = device.type == "cuda" and cfg.model.mixed_precision == "bf16"
     lm = load.engine_model(load.load_lm(cfg.model), device, half=half, share=True)
     load.check_fit(lm, tokenizer, cfg.rollout.max_episode_tokens)
-    return Engine(
-        lm,
-        tokenizer,
-        num_slots=cfg.rollout.num_slots,
-        temperature=cfg.eval.temperature,
-        top_p=cfg.eval.top_p,
-        stop_strings=protocol.STOP_STRINGS,
-        eos_ids=load.eos_ids(lm, tokenizer),
-        cuda_graphs=cfg.rollout.cuda_graphs,
-        max_tokens=cfg.rollout.max_episode_tokens,
-    )
+    return rollout.open_engine(lm, tokenizer, cfg.rollout, cfg.eval)
 
 
 def read_all_records(out: Path, names: list[str]) -> dict[str, list[dict]]:

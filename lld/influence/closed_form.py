@@ -29,26 +29,25 @@ import torch
 from accelerate import Accelerator
 from torch.nn.functional import one_hot
 
-from lld import files, protocol, settings
+from lld import files, settings
 from lld.advantages import group_advantages
 from lld.config import Config
 from lld.data import load_questions, questions_of_step
-from lld.engine.engine import Engine
-from lld.episode import Batch, Episode, Question, collate
+from lld.episode import PARTS, Batch, Episode, Question, collate
 from lld.evaluation.options import options_of
 from lld.influence.view import compare, draw, print_case, print_summary, readable
 from lld.model.folder import check_folder
 from lld.model.lm_head import token_scores
-from lld.model.load import check_fit, eos_ids, load_lm, load_tokenizer
+from lld.model.load import check_fit, load_lm, load_tokenizer
 from lld.policy import Policy
-from lld.record.monitor import PARTS, first_passages
+from lld.record.monitor import first_passages
 from lld.record.runs import printable
 from lld.retrieval.client import make_search
 from lld.reward import score_episodes
-from lld.rollout import Search, check_prompts, rollout
+from lld.rollout import Budgets, check_prompts, open_engine, rollout
 from lld.running import checkpoint
 from lld.running.sharding import asked
-from lld.tools import RetrieverError
+from lld.tools import RetrieverError, Search
 from lld.update import loss_of, minibatch_counts, score_batch, select, update_policy
 
 CHUNK = 256  # tokens whose residuals over the vocabulary are in memory at once, twice
@@ -307,27 +306,15 @@ def play(lm, tokenizer, questions: list[Question], search: Search, cfg: Config) 
     """The groups of `questions`, all played by the weights as they are; groups whose rewards are all equal
     teach nothing and are dropped."""
     options = cfg.rollout
-    engine = Engine(
-        lm.eval(),
-        tokenizer,
-        num_slots=options.num_slots,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        stop_strings=protocol.STOP_STRINGS,
-        eos_ids=eos_ids(lm, tokenizer),
-    )
     episodes = rollout(
-        engine,
+        open_engine(lm.eval(), tokenizer, options, options),
         tokenizer,
         questions,
         search,
+        Budgets.of(options),
         num_samples=options.group_size,
         seed=cfg.run.seed,
         step=NO_TRAINING_STEP,
-        max_turns=options.max_turns,
-        max_new_tokens=options.max_new_tokens,
-        max_observation_tokens=options.max_observation_tokens,
-        max_episode_tokens=options.max_episode_tokens,
         overlap_search=options.overlap_search,
     )
     rewards_PG = torch.tensor(score_episodes(episodes, tokenizer, cfg.reward)).view(

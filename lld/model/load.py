@@ -92,17 +92,6 @@ def load_lm(options: Model):
     return lm
 
 
-def eos_ids(lm, tokenizer) -> tuple[int, ...]:
-    """Every id that ends a turn: the tokenizer's EOS, the generation config's, and the chat format's end of
-    turn."""
-    configured = lm.generation_config.eos_token_id
-    ids = {tokenizer.eos_token_id, *(configured if isinstance(configured, (list, tuple)) else [configured])}
-    if tokenizer.chat_template is not None:
-        vocabulary = tokenizer.get_vocab()
-        ids |= {vocabulary.get(token) for token in ("<|im_end|>", "<|eot_id|>")}
-    return tuple(sorted(i for i in ids if i is not None))
-
-
 def check_fit(lm, tokenizer, max_episode_tokens: int) -> None:
     """Raises ValueError where tokenizer and model do not belong together or the context is too short for an
     episode."""

@@ -53,7 +53,7 @@ GLOSSARY = {
     "displacement/*/per_action": "mean over actions of the sum over their tokens (Def. 4.1)",
     "displacement/*/per_response": "mean over responses of the sum over their tokens (Eq. 2)",
     "displacement/*/q*": "quantiles (5, 50, 95 %) of the displacement of a token",
-    "displacement/*/*/turn*": "mean per token on the think, search or answer part of the turn-th action",
+    "displacement/*/*/turn*": "mean per token on the thinking, tool or answer part of the turn-th action",
     "displaced/*": (
         "share of tokens, actions or responses of the class whose likelihood fell by more than "
         "monitor.NOISE a token"
@@ -94,8 +94,9 @@ GLOSSARY = {
     ),
     "sampler_gap/max": "largest such gap; float32: below 1e-4, bf16: about .1",
     "searches": "searches carried out per episode",
+    "calls/*": "calls of a further tool (`lld/tools.py`) carried out per episode",
     "turns": "actions per episode",
-    "valid_actions": "share of actions that were a search or an answer",
+    "valid_actions": "share of actions that were a tool call or an answer",
     "valid_searches": "share of the actions that are no answer which are well-formed searches (Fig. 4)",
     "answered": "share of episodes that ended with an answer",
     "truncated": "share of episodes that ran out of context, or of a turn's token budget",

@@ -17,6 +17,7 @@ from lld.episode import Episode
 from lld.files import naming, replace_file
 from lld.record.glossary import GLOSSARY
 from lld.reward import exact_match, gold_in_results
+from lld.tools import TOOLS
 
 
 def summarize_updates(update_rows: list[dict]) -> dict[str, float]:
@@ -71,6 +72,12 @@ def describe_episodes(episodes: list[Episode], rewards_PG: torch.Tensor) -> dict
         "response_tokens": mean([e.num_model_tokens for e in episodes]),
         "episode_tokens": mean([len(e.prompt_ids) + len(e.token_ids) for e in episodes]),
         "gold_in_results": mean([hit for hit in found if hit is not None]),
+        # The search tool's are "searches" above
+        **{
+            f"calls/{kind}": mean([sum(t.answered and t.kind == kind for t in e.turns) for e in episodes])
+            for kind in TOOLS
+            if kind != "search"
+        },
     }
 
 

@@ -10,13 +10,12 @@ import dataclasses
 
 import torch
 
-from lld.episode import Batch, Episode
+from lld.episode import PARTS, Batch, Episode
 from lld.loss import MAX_LOG_RATIO, gate_BT
 from lld.reward import exact_match
 from lld.update import Scores
 
 CLASSES = ("correct", "incorrect", "neutral")  # A > 0, A < 0, A = 0
-PARTS = ("think", "search", "answer")  # episode.THINK, SEARCH, ANSWER
 QUANTILES = (0.05, 0.5, 0.95)
 # Nats a token, computed in float32 and, True, in bf16: what fell by less may not have fallen at all
 # (docs/rounding.md).

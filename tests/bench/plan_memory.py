@@ -237,7 +237,7 @@ def play_and_learn(shape, cfg, gpu: bool, note) -> None:
     from lld.model import attention
     from lld.model.load import engine_model
     from lld.policy import Policy
-    from lld.rollout import rollout
+    from lld.rollout import Budgets, rollout
     from lld.running import optimizers
     from lld.update import score_rows, update_policy
 
@@ -282,13 +282,10 @@ def play_and_learn(shape, cfg, gpu: bool, note) -> None:
                 tokenizer,
                 questions,
                 None,
+                Budgets.of(options),
                 num_samples=2,
                 seed=0,
                 step=0,
-                max_turns=options.max_turns,
-                max_new_tokens=options.max_new_tokens,
-                max_observation_tokens=options.max_observation_tokens,
-                max_episode_tokens=options.max_episode_tokens,
             )
         batch = collate(episodes, torch.tensor([1.0, -1.0]).repeat(len(questions), 1), tokenizer.pad_token_id)
         assert set(batch.lengths_B.tolist()) == {options.max_episode_tokens}

@@ -42,7 +42,7 @@ from lld.engine.engine import Engine
 from lld.model import load
 from lld.retrieval.client import make_search
 from lld.retrieval.corpus import Corpus
-from lld.rollout import rollout
+from lld.rollout import Budgets, rollout
 from lld.tinyworld.policy import warm_start
 
 BENCHMARKS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wiki", "musique", "bamboogle")
@@ -152,20 +152,17 @@ def parity(lm, tokenizer, search, cfg, num_questions: int) -> dict:
         temperature=0,
         top_p=1.0,
         stop_strings=protocol.STOP_STRINGS,
-        eos_ids=load.eos_ids(lm, tokenizer),
+        eos_ids=protocol.eos_ids(lm, tokenizer),
     )
     episodes = rollout(
         engine,
         tokenizer,
         questions,
         search,
+        Budgets.of(cfg.rollout),
         num_samples=1,
         seed=0,
         step=0,
-        max_turns=cfg.rollout.max_turns,
-        max_new_tokens=cfg.rollout.max_new_tokens,
-        max_observation_tokens=cfg.rollout.max_observation_tokens,
-        max_episode_tokens=cfg.rollout.max_episode_tokens,
     )
     equal, ties, different, worst_gap = 0, [], [], 0.0
     for question, episode in zip(questions, episodes, strict=True):
@@ -176,7 +173,7 @@ def parity(lm, tokenizer, search, cfg, num_questions: int) -> dict:
                 torch.tensor([context]),
                 max_new_tokens=len(said),
                 do_sample=False,
-                eos_token_id=list(load.eos_ids(lm, tokenizer)),
+                eos_token_id=list(protocol.eos_ids(lm, tokenizer)),
                 pad_token_id=tokenizer.pad_token_id,
             )[0, len(context) :].tolist()
             if generated != said:

@@ -56,7 +56,7 @@ from lld.engine.engine import Engine
 from lld.episode import Question
 from lld.model import attention
 from lld.protocol import Passage
-from lld.rollout import rollout
+from lld.rollout import Budgets, rollout
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ m['content'] }}{% else %}<|im_start|>{{ "
@@ -243,11 +243,11 @@ def ours(world: World, num_slots: int | None = None, overlap: bool = False) -> i
         world.tokenizer,
         world.questions,
         world.search,
+        Budgets(**world.budgets),
         num_samples=world.num_samples,
         seed=0,
         step=0,
         overlap_search=overlap,
-        **world.budgets,
     )
     return sum(episode.num_model_tokens for episode in world.episodes)
 
@@ -367,7 +367,7 @@ def trl_rollouts(world: World) -> Callable[[World], int]:
         return (
             protocol.OBSERVATION_HEAD
             + "".join(
-                protocol.passage_text(passage, rank) for rank, passage in enumerate(passages, 1)
+                protocol.result_text("search", passage, rank) for rank, passage in enumerate(passages, 1)
             ).strip()
             + protocol.OBSERVATION_TAIL
         )

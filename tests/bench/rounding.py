@@ -26,11 +26,12 @@ from lld.engine import decoder
 from lld.engine.engine import Engine
 from lld.episode import Batch, collate
 from lld.model import lm_head, load
-from lld.model.load import eos_ids, load_lm, load_tokenizer
+from lld.model.load import load_lm, load_tokenizer
 from lld.policy import Policy
+from lld.protocol import eos_ids
 from lld.retrieval.client import make_search
 from lld.reward import score_episodes
-from lld.rollout import rollout
+from lld.rollout import Budgets, rollout
 from lld.tinyworld.prepare import prepare_world
 from lld.update import plan_updates, update_policy
 
@@ -55,13 +56,10 @@ def play(cfg, tokenizer, lm, half: bool) -> Batch:
             tokenizer,
             questions,
             make_search(cfg.retriever),
+            Budgets.of(options),
             num_samples=options.group_size,
             seed=0,
             step=0,
-            max_turns=options.max_turns,
-            max_new_tokens=options.max_new_tokens,
-            max_observation_tokens=options.max_observation_tokens,
-            max_episode_tokens=options.max_episode_tokens,
         )
     rewards_PG = torch.tensor(score_episodes(episodes, tokenizer, cfg.reward)).view(-1, options.group_size)
     return collate(episodes, group_advantages(rewards_PG, normalize_std=True), tokenizer.pad_token_id)
