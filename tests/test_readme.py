@@ -3,6 +3,7 @@
 `python tests/test_readme.py` writes the table of docs/metrics.md anew from the glossary.
 """
 
+import itertools
 import re
 
 import pytest
@@ -45,7 +46,7 @@ def anchors(page) -> set[str]:
 def test_the_readme_is_200_lines_of_110_columns():
     lines = README.read_text().splitlines()
     assert len(lines) <= 200
-    marked = [after for line, after in zip(lines, lines[1:]) if line in COMMAND_MARKS]
+    marked = [after for line, after in itertools.pairwise(lines) if line in COMMAND_MARKS]
     assert len(marked) == 2 and all(line.startswith("`python3 -m venv .venv && ") for line in marked)
     assert [line for line in lines if len(line) > 110 and line not in marked] == []
 
