@@ -23,12 +23,16 @@ from conftest import ROOT, SHARED
 from test_retrieval import brute_force, make_encoder, make_passages, write_corpus
 
 from lld.config import Retriever
-from lld.retrieval import backends, memory
+from lld.retrieval import build as build_module
+from lld.retrieval import exact as exact_module
 from lld.retrieval import index as index_module
-from lld.retrieval.backends import nearest, open_retriever
+from lld.retrieval import memory
+from lld.retrieval.backends import open_retriever
+from lld.retrieval.build import build_index, faiss_factory
 from lld.retrieval.corpus import Corpus
 from lld.retrieval.encoder import Encoder, cut_batches, encoder_device
-from lld.retrieval.index import Vectors, build_index, faiss_factory
+from lld.retrieval.exact import nearest
+from lld.retrieval.index import Vectors
 
 NUM = 700
 
@@ -84,7 +88,7 @@ def test_the_shards_are_the_encoders_vectors_in_the_corpuss_order(folder):
 @pytest.mark.parametrize("at", [1, 6, 14])
 def test_a_build_that_breaks_off_goes_on_to_the_same_bits(folder, at, monkeypatch):
     """Broken off while a shard is written; the half-written shard must not be taken for one."""
-    write, calls = index_module._write_shard, []
+    write, calls = build_module._write_shard, []
 
     def breaking(path, vectors_ND):
         calls.append(path)
@@ -95,7 +99,7 @@ def test_a_build_that_breaks_off_goes_on_to_the_same_bits(folder, at, monkeypatc
 
     name = f"broken-{at}"
     with monkeypatch.context() as patch:
-        patch.setattr(index_module, "_write_shard", breaking)
+        patch.setattr(build_module, "_write_shard", breaking)
         with pytest.raises(KeyboardInterrupt):
             build(folder, name)
     assert (
@@ -262,7 +266,7 @@ def test_a_flipped_cut_or_missing_file_is_named(folder, tmp_path, name, backend,
     )
 
     def check():
-        return backends.check(copy)
+        return build_module.check(copy)
 
     open_retriever(options)
     check()
@@ -333,7 +337,7 @@ def test_bm25_files_that_do_not_fit_are_refused_also_without_checksums(folder, t
     with pytest.raises(ValueError, match="copy/bm25 is damaged.*delete the folder and build it again"):
         open_retriever(options)
     with pytest.raises(ValueError, match="built before manifests held checksums"):
-        backends.check(copy)
+        build_module.check(copy)
 
 
 def test_a_damaged_shard_or_manifest_is_named_also_without_checksums(folder, tmp_path):
@@ -368,7 +372,7 @@ def test_a_damaged_shard_or_manifest_is_named_also_without_checksums(folder, tmp
 def test_a_second_builder_of_one_folder_is_refused_and_harms_nothing(folder, monkeypatch):
     """While the first is in its third shard; a lock is of the opened folder, so one process serves for
     two."""
-    write, calls = index_module._write_shard, []
+    write, calls = build_module._write_shard, []
 
     def slow(path, vectors_ND):
         calls.append(path)
@@ -379,7 +383,7 @@ def test_a_second_builder_of_one_folder_is_refused_and_harms_nothing(folder, mon
                 build(folder, "twice")
         write(path, vectors_ND)
 
-    monkeypatch.setattr(index_module, "_write_shard", slow)
+    monkeypatch.setattr(build_module, "_write_shard", slow)
     build(folder, "twice")
     assert len(calls) == 14 and files(folder / "twice") == files(folder / "whole")
 
@@ -388,7 +392,7 @@ def test_a_builder_that_comes_when_another_has_just_finished_makes_nothing(folde
     final, partial = tmp_path / "done", tmp_path / "done.partial"
     final.mkdir()
     with pytest.raises(ValueError, match="another process has just built .*done"):
-        index_module._lock(partial, final)
+        build_module._lock(partial, final)
     assert not partial.exists()
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="file exists and is no folder"):
@@ -423,14 +427,14 @@ def test_a_full_disk_ends_a_build_with_one_line_and_room_lets_it_go_on(
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
     try:
         with pytest.raises(SystemExit) as ended:
-            backends.main()
+            build_module.main()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (
         ended.value.code == 7
         and "make room and give the same command again; what was finished is kept" in capsys.readouterr().err
     )
-    backends.main()
+    build_module.main()
     said = capsys.readouterr().out
     assert (
         f"{tmp_path / 'out'}: 700 passages, index {'Flat' if index == 'flat' else index}, " in said
@@ -655,7 +659,7 @@ def test_query_blocks_do_not_change_the_answers(folder, monkeypatch):
     retriever = open_retriever(options_of(folder, "whole", backend="torch"))
     queries = [passage["contents"] for passage in make_passages(40, seed=1)]
     whole = retriever.search(queries, 7)
-    monkeypatch.setattr(backends, "QUERY_ROWS", 3)
+    monkeypatch.setattr(exact_module, "QUERY_ROWS", 3)
     assert [[p.id for p in passages] for passages in retriever.search(queries, 7)] == [
         [p.id for p in passages] for passages in whole
     ]

@@ -18,13 +18,14 @@ import torch
 from conftest import SHARED
 
 from lld.config import Retriever
-from lld.retrieval import backends
+from lld.retrieval import bm25
 from lld.retrieval import corpus as corpus_module
-from lld.retrieval import index as index_module
-from lld.retrieval.backends import BM25Search, open_retriever
+from lld.retrieval import exact as exact_module
+from lld.retrieval.backends import open_retriever
+from lld.retrieval.bm25 import BM25Search, build_bm25
+from lld.retrieval.build import build_index
 from lld.retrieval.corpus import Corpus
 from lld.retrieval.encoder import Encoder, encoder_style
-from lld.retrieval.index import build_bm25, build_index
 
 WORDS = [f"w{i}" for i in range(60)]
 
@@ -217,7 +218,7 @@ def brute_force(passages, queries, encoder, topk):
 @pytest.mark.parametrize("backend", ["faiss", "torch"])
 @pytest.mark.parametrize("topk", [1, 5, 50, 80])
 def test_vector_search_is_brute_force(options, backend, topk, monkeypatch):
-    monkeypatch.setattr(backends, "CHUNK_ROWS", 7)  # 50 passages in 8 chunks, the last of one row
+    monkeypatch.setattr(exact_module, "CHUNK_ROWS", 7)  # 50 passages in 8 chunks, the last of one row
     retriever = open_retriever(options[backend])
     queries = ["w1 w2", "w40", "w5 w6 w7 w8"]
     found, expected = (
@@ -244,12 +245,12 @@ def test_int8_vectors_find_nearly_the_same(options):
 
 def bm25_by_hand(documents, query):
     """Lucene's BM25, k1 0.9, b 0.4, over words in lower case."""
-    documents = [index_module.WORD.findall(document.lower()) for document in documents]
+    documents = [bm25.WORD.findall(document.lower()) for document in documents]
     mean_length = sum(map(len, documents)) / len(documents)
     scores = []
     for words in documents:
         counts, score = collections.Counter(words), 0.0
-        for word in index_module.WORD.findall(query.lower()):
+        for word in bm25.WORD.findall(query.lower()):
             containing = sum(word in other for other in documents)
             idf = math.log(1 + (len(documents) - containing + 0.5) / (containing + 0.5))
             score += idf * counts[word] / (counts[word] + 0.9 * (1 - 0.4 + 0.4 * len(words) / mean_length))

@@ -1,5 +1,5 @@
-"""`python -m lld.retrieval`: see lld/retrieval/backends.py."""
+"""`python -m lld.retrieval`: see lld/retrieval/build.py."""
 
-from lld.retrieval.backends import main
+from lld.retrieval.build import main
 
 main()

@@ -10,8 +10,8 @@ import numpy as np
 
 from lld.data import load_questions
 from lld.protocol import Passage
+from lld.retrieval.bm25 import WORD, build_bm25
 from lld.retrieval.corpus import Corpus
-from lld.retrieval.index import WORD, build_bm25
 
 NOTHING = Passage("control:empty", '"Control"\nThis search engine finds nothing, on purpose.')
 NUM_CANDIDATES = 100  # passages among which the oracle looks for a gold answer

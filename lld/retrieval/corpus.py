@@ -191,3 +191,17 @@ def _refuse_repeated_ids(path: str, hashes: array.array) -> None:
                         f"{path} line {number}: id {name!r} was used on line {seen[name]}; ids must differ"
                     )
                 seen[name] = number
+
+
+def count_hits(corpus: Corpus, topk: int) -> int:
+    """`topk`, or all passages of a smaller corpus."""
+    if topk < 1:
+        raise ValueError(f"topk = {topk}: must be 1 or more")
+    return min(topk, len(corpus))
+
+
+def take_hits(corpus: Corpus, rows, scores) -> list[Passage]:
+    """The passages of `rows` with their scores; a row of -1, where FAISS found fewer, is left out."""
+    return [
+        corpus.passage(int(row), float(score)) for row, score in zip(rows, scores, strict=True) if row >= 0
+    ]

@@ -22,7 +22,7 @@ import torch
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lld.retrieval.backends import nearest, quantize
+from lld.retrieval.exact import nearest, quantize
 
 ROWS = 1 << 17  # made at once
 CHECKED = 100_000

@@ -26,9 +26,10 @@ import torch
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lld.retrieval.backends import nearest, quantize
+from lld.retrieval.build import _write_shard
 from lld.retrieval.encoder import Encoder
-from lld.retrieval.index import Vectors, _write_shard
+from lld.retrieval.exact import nearest, quantize
+from lld.retrieval.index import Vectors
 
 SHARD = 1 << 16
 

@@ -312,7 +312,7 @@ def searching() -> dict:
     """Passages found by the torch backend with an encoder on the device, from the main thread, a pool's, and
     under autocast."""
     from lld.retrieval.backends import open_retriever
-    from lld.retrieval.index import build_index
+    from lld.retrieval.build import build_index
 
     tokenizer, encoder = make_tokenizer(), FOLDER / "e5-tiny"
     torch.manual_seed(0)
