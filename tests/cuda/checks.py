@@ -291,7 +291,7 @@ def mutations() -> dict:
         for name, module, attribute, mistake in (
             ("engine", Engine, "_to_device", lambda _self, numbers: torch.tensor(numbers)),
             ("attention", attention, "torch", HostTensors()),
-            ("asking", lld.engine, "sample_tokens", asking),
+            ("asking", lld.engine.engine, "sample_tokens", asking),
         ):
             right = getattr(module, attribute)
             setattr(module, attribute, mistake)
