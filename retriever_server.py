@@ -1,21 +1,20 @@
 """The retriever as a service, wire-compatible with Search-R1's `retrieval_server.py`.
 
-    python retriever_server.py --index indexes/e5 --corpus wiki-18.jsonl           # or --config
-      configs/run.yaml
-    curl -d '{"queries": ["Who wrote Hamlet?"], "topk": 3, "return_scores": true}' -H 'Content-Type:
-      application/json' 127.0.0.1:8000/retrieve
+    python retriever_server.py --index indexes/e5 --corpus wiki-18.jsonl   # or --config configs/run.yaml
+    curl -d '{"queries": ["Who wrote Hamlet?"], "topk": 3, "return_scores": true}' \\
+      -H 'Content-Type: application/json' 127.0.0.1:8000/retrieve
 
 POST /retrieve {"queries": [str, …], "topk": int | null, "return_scores": bool}
   → {"result": [[{"document": {"id", "contents"}, "score"}, …], …]}, or bare documents where return_scores is
-  false. Mistakes of the client are 4xx: 422 for a body of another shape or beyond the limits (a topk of 0
-  too, which Search-R1's server takes for null), 413 for one too long, 408 for one too slow, 429 where too
-  much is under way; 503 beyond --max-connections.
-GET /health → {"status", "corpus_size", "backend", "encoder", "fingerprint"}; GET /stats → queue, batches,
-latency, cache.
+  false. Errors: 422 for a body of another shape or beyond the limits (also a topk of 0, which Search-R1's
+  server reads as null), 413 for a body too long, 408 for one too slow, 429 where too much is under way, 503
+  beyond --max-connections.
+GET /health → {"status", "corpus_size", "backend", "encoder", "fingerprint"}
+GET /stats → queue, batches, latency, cache
 
 Requests of many clients are searched for in batches. SIGTERM and Ctrl-C let requests under way end; the exit
-code is then 0. PyTorch and FAISS are imported where they are used: a mistaken option or a port in use is told
-at once.
+code is then 0. PyTorch and FAISS are imported where they are used, so that a wrong option or a port in use is
+reported at once.
 """
 
 import argparse
@@ -38,14 +37,16 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field, field_validator
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from lld import config
-from lld import settings as settings_module
+from lld import config, settings
 from lld.protocol import Passage
 
 GRACE_S = 30  # for requests under way when the server is told to stop
-REQUESTS = 4  # of the largest allowed size that are answered side by side; more is told to ask again
-REPLY_BYTES = 3000  # a passage of 100 words while it is answered: found, as JSON, on its way (measured)
-BODIES = 16  # of the largest allowed size that are held while they arrive
+# Requests of the largest allowed size that are answered in parallel; beyond them the reply is 429
+REQUESTS = 4
+# Memory a passage of 100 words takes while it is answered (measured): found, as JSON, being sent
+REPLY_BYTES = 3000
+# Bodies of the largest allowed size that are held while they arrive
+BODIES = 16
 HINT = {
     "service": "a retriever of lld",
     "POST": '/retrieve {"queries": ["Who wrote Hamlet?"], "topk": 3, "return_scores": true}',
@@ -61,7 +62,8 @@ class Limits:
     topk: int = 1000
     passages: int = 65_536  # queries x topk
     body_mb: float = 16.0
-    request_s: float = 30.0  # for the headers to arrive, and for the body; without a byte of the reply read
+    # For the headers to arrive, for the body, and for the client to read some of the reply
+    request_s: float = 30.0
     connections: int = 512
 
 
@@ -78,7 +80,8 @@ class Query(BaseModel):
         try:
             "".join(queries).encode()
         except UnicodeEncodeError:
-            raise ValueError("a lone surrogate is no text") from None  # a tokenizer fails on it: a 500
+            # A tokenizer would raise on it, and the reply would be 500.
+            raise ValueError("a lone surrogate is no text") from None
         return queries
 
 
@@ -86,11 +89,12 @@ class BodyLimit:
     """ASGI middleware that reads bodies whole, within `max_bytes` and `seconds`.
 
     Answers 413 to a longer one, without reading the rest, and 408 to a slower one. All bodies that are
-    arriving take BODIES x max_bytes at most; whoever would exceed that is told 429.
+    arriving take BODIES x max_bytes at most; a request that would exceed that is answered 429.
     """
 
     def __init__(self, app, max_bytes: float, seconds: float):
-        self.app, self.max_bytes, self.seconds, self.held = app, max_bytes, seconds, 0
+        self.app, self.max_bytes, self.seconds = app, max_bytes, seconds
+        self.held = 0  # bytes of bodies that are arriving
 
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http":
@@ -98,9 +102,8 @@ class BodyLimit:
         body, refusal = await self._read(scope, receive)
         if refusal is not None:
             status, reason = refusal
-            return await JSONResponse(
-                {"detail": reason}, status_code=status, headers={"Connection": "close"}
-            )(scope, receive, send)
+            reply = JSONResponse({"detail": reason}, status_code=status, headers={"Connection": "close"})
+            return await reply(scope, receive, send)
         if body is None:
             return
         whole = iter([{"type": "http.request", "body": body, "more_body": False}])
@@ -111,24 +114,23 @@ class BodyLimit:
         await self.app(scope, replay, send)
 
     async def _read(self, scope, receive) -> tuple[bytes | None, tuple[int, str] | None]:
-        """The body, or why it is refused; neither where the client has left."""
+        """The body, or (status, reason) of its refusal; neither where the client has disconnected."""
         declared = dict(scope["headers"]).get(b"content-length", b"0")
-        pieces, size, more, end = [], 0, True, time.monotonic() + self.seconds
-        if declared.isdigit() and int(declared) > self.max_bytes:
-            size = int(declared)
+        size = int(declared) if declared.isdigit() and int(declared) > self.max_bytes else 0
+        pieces, more = [], True
+        end = time.monotonic() + self.seconds
         try:
             while more and size <= self.max_bytes:
                 message = await asyncio.wait_for(receive(), max(0.0, end - time.monotonic()))
                 if message["type"] != "http.request":
                     return None, None
                 pieces.append(message.get("body", b""))
-                size, more = size + len(pieces[-1]), message.get("more_body", False)
+                size += len(pieces[-1])
                 self.held += len(pieces[-1])
+                more = message.get("more_body", False)
                 if self.held > BODIES * self.max_bytes:
-                    return None, (
-                        429,
-                        f"more than {BODIES} bodies of the largest size are arriving; ask again later",
-                    )
+                    reason = f"more than {BODIES} bodies of the largest size are arriving; ask again later"
+                    return None, (429, reason)
         except asyncio.TimeoutError:
             return None, (408, f"no whole body within {self.seconds:g} s (--request-s)")
         finally:
@@ -139,133 +141,157 @@ class BodyLimit:
 
 
 def guarded_protocol(limits: Limits) -> type:
-    """uvicorn's HTTP protocol with deadlines for headers and for the reading of a reply, and a bound on
-    connections.
+    """`GuardedProtocol` with these limits, as uvicorn takes it: a class."""
+    return type("Guarded", (GuardedProtocol,), {"limits": limits})
+
+
+class GuardedProtocol(AutoHTTPProtocol):
+    """uvicorn's HTTP protocol with a bound on connections, and deadlines for headers and for reading a reply.
 
     uvicorn's limit_concurrency closes no connection, and its keep-alive limit ends with a request's first
     byte.
     """
 
-    class Guarded(AutoHTTPProtocol):
-        timer = left = None
+    limits: Limits
+    timer = None  # of the deadline that runs
+    left = None  # bytes of the reply that the client had not read when it was set
 
-        def connection_made(self, transport):
-            super().connection_made(transport)
-            if len(self.connections) > limits.connections:
-                reason = json.dumps(
-                    {"detail": f"{limits.connections} connections are open already (--max-connections)"}
-                ).encode()
-                transport.write(
-                    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\nRetry-After: 1\r\nContent-Length: %d\r\n\r\n"
-                    % len(reason)
-                    + reason
-                )
-                transport.close()
-            else:
-                self._arm(self._late)
+    def connection_made(self, transport):
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.connections:
+            transport.write(too_many_connections(self.limits.connections))
+            transport.close()
+        else:
+            self._arm(self._late)
 
-        def data_received(self, data):
-            super().data_received(data)
-            if self.cycle is not None and not self.cycle.response_complete:
-                self._disarm()  # the headers are here; the body is BodyLimit's
-            elif self.timer is None:
-                self._arm(self._late)
+    def data_received(self, data):
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._disarm()  # the headers are here; BodyLimit has a deadline for the body
+        elif self.timer is None:
+            self._arm(self._late)
 
-        def pause_writing(self):  # the reply is larger than the socket's buffer
-            super().pause_writing()
-            self.left = self.transport.get_write_buffer_size()
+    def pause_writing(self):  # the reply is larger than the socket's buffer
+        super().pause_writing()
+        self.left = self.transport.get_write_buffer_size()
+        self._arm(self._unread)
+
+    def resume_writing(self):
+        super().resume_writing()
+        self._disarm()
+
+    def connection_lost(self, exc):
+        self._disarm()
+        super().connection_lost(exc)
+
+    def _arm(self, late):
+        self._disarm()
+        self.timer = self.loop.call_later(self.limits.request_s, late)
+
+    def _disarm(self):
+        if self.timer is not None:
+            self.timer.cancel()
+        self.timer = None
+
+    def _late(self):
+        self.timer = None
+        self.transport.close()
+
+    def _unread(self):
+        self.timer = None
+        before, self.left = self.left, self.transport.get_write_buffer_size()
+        if self.left < before:
             self._arm(self._unread)
+        else:
+            self.transport.abort()
 
-        def resume_writing(self):
-            super().resume_writing()
-            self._disarm()
 
-        def connection_lost(self, exc):
-            self._disarm()
-            super().connection_lost(exc)
-
-        def _arm(self, late):
-            self._disarm()
-            self.timer = self.loop.call_later(limits.request_s, late)
-
-        def _disarm(self):
-            if self.timer is not None:
-                self.timer.cancel()
-            self.timer = None
-
-        def _late(self):
-            self.timer = None
-            self.transport.close()
-
-        def _unread(self):
-            self.timer, before, self.left = None, self.left, self.transport.get_write_buffer_size()
-            if self.left < before:
-                self._arm(self._unread)
-            else:
-                self.transport.abort()
-
-    return Guarded
+def too_many_connections(most: int) -> bytes:
+    """A whole HTTP reply, written before there is a request to answer."""
+    body = json.dumps({"detail": f"{most} connections are open already (--max-connections)"}).encode()
+    head = (
+        "HTTP/1.1 503 Service Unavailable",
+        "Content-Type: application/json",
+        "Connection: close",
+        "Retry-After: 1",
+        f"Content-Length: {len(body)}",
+    )
+    return "\r\n".join((*head, "", "")).encode() + body
 
 
 def encode_result(hits: list[list[Passage]], return_scores: bool) -> bytes:
     """The JSON of a reply; FastAPI's own encoder takes longer over it than the search does."""
-    document = lambda passage: {"id": passage.id, "contents": passage.contents}
-    if return_scores:
-        return json.dumps(
-            {
-                "result": [
-                    [{"document": document(passage), "score": passage.score} for passage in passages]
-                    for passages in hits
-                ]
-            }
-        ).encode()
-    return json.dumps({"result": [[document(passage) for passage in passages] for passages in hits]}).encode()
+
+    def entry(passage: Passage) -> dict:
+        document = {"id": passage.id, "contents": passage.contents}
+        return {"document": document, "score": passage.score} if return_scores else document
+
+    return json.dumps({"result": [[entry(passage) for passage in passages] for passages in hits]}).encode()
+
+
+def check_query(query: Query, topk: int, limits: Limits) -> str | None:
+    """Which limit a request exceeds, and the remedy; None where it exceeds none."""
+    num_queries = len(query.queries)
+    for name, asked, most, option in (
+        ("queries", num_queries, limits.queries, "queries"),
+        ("topk", topk, limits.topk, "topk"),
+        ("queries x topk", num_queries * topk, limits.passages, "passages"),
+    ):
+        if asked > most:
+            asked = "that many" if asked > 10**9 else asked
+            return (
+                f"body.{name}: {asked} asked for, at most {most} are answered; "
+                f"ask for less, or start the server with a higher --max-{option}"
+            )
+    return None
+
+
+def refuse(request: Request, error: RequestValidationError) -> JSONResponse:
+    """The reply to a body of another shape; FastAPI's own quotes the input, and fails with 500 where that is
+    NaN or a lone surrogate."""
+    reasons = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+    return JSONResponse({"detail": reasons.encode("utf-8", "replace").decode()}, status_code=422)
+
+
+def health_of(retriever) -> dict:
+    return {
+        "status": "ok",
+        "corpus_size": len(retriever.corpus),
+        "backend": retriever.backend,
+        "encoder": retriever.encoder.name if retriever.encoder else None,
+        "fingerprint": retriever.fingerprint,
+    }
 
 
 def make_app(retriever, topk: int, limits: Limits = Limits(), **batching) -> FastAPI:
-    """The web application around an opened retriever; `topk` is used where a request names none, `batching`
-    goes to Batcher."""
+    """The web application around an opened retriever.
 
+    topk: for requests that name none; batching: arguments of `Batcher`.
+    """
     from lld.retrieval.batching import Batcher, Busy
+
+    batcher = Batcher(retriever, max_passages=REQUESTS * limits.passages, **batching)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI):
         yield
         await batcher.close()
 
-    app, batcher = (
-        FastAPI(title="lld retriever", lifespan=lifespan),
-        Batcher(retriever, max_passages=REQUESTS * limits.passages, **batching),
-    )
+    app = FastAPI(title="lld retriever", lifespan=lifespan)
     app.add_middleware(BodyLimit, max_bytes=limits.body_mb * 1e6, seconds=limits.request_s)
-
-    @app.exception_handler(RequestValidationError)
-    def refuse(request: Request, error: RequestValidationError) -> JSONResponse:
-        # FastAPI's own reply quotes the input, and fails with 500 where that is NaN or a lone surrogate
-        reasons = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-        return JSONResponse({"detail": reasons.encode("utf-8", "replace").decode()}, status_code=422)
+    app.add_exception_handler(RequestValidationError, refuse)
 
     @app.post("/retrieve")
     async def retrieve(query: Query) -> Response:
         wanted = query.topk or topk
-        for name, asked, most, option in (
-            ("queries", len(query.queries), limits.queries, "queries"),
-            ("topk", wanted, limits.topk, "topk"),
-            ("queries x topk", len(query.queries) * wanted, limits.passages, "passages"),
-        ):
-            if asked > most:
-                asked = "that many" if asked > 10**9 else asked
-                remedy = (
-                    f"at most {most} are answered; ask for less, or start the server with a higher "
-                    f"--max-{option}"
-                )
-                return JSONResponse({"detail": f"body.{name}: {asked} asked for, {remedy}"}, status_code=422)
+        refusal = check_query(query, wanted, limits)
+        if refusal is not None:
+            return JSONResponse({"detail": refusal}, status_code=422)
         try:
             hits = await batcher.search(query.queries, wanted)
         except Busy as error:
-            return JSONResponse(
-                {"detail": f"{error}; ask again later"}, status_code=429, headers={"Retry-After": "1"}
-            )
+            detail = {"detail": f"{error}; ask again later"}
+            return JSONResponse(detail, status_code=429, headers={"Retry-After": "1"})
         return Response(encode_result(hits, query.return_scores), media_type="application/json")
 
     @app.get("/")
@@ -274,14 +300,7 @@ def make_app(retriever, topk: int, limits: Limits = Limits(), **batching) -> Fas
 
     @app.get("/health")
     def health() -> dict:
-        encoder = retriever.encoder.name if retriever.encoder else None
-        return {
-            "status": "ok",
-            "corpus_size": len(retriever.corpus),
-            "backend": retriever.backend,
-            "encoder": encoder,
-            "fingerprint": retriever.fingerprint,
-        }
+        return health_of(retriever)
 
     @app.get("/stats")
     async def stats() -> dict:
@@ -291,17 +310,68 @@ def make_app(retriever, topk: int, limits: Limits = Limits(), **batching) -> Fas
 
 
 def default_searches() -> int:
-    """One where there is a GPU; on a CPU one a core, but no more than 4, lest batches get small."""
+    """One where there is a GPU; on a CPU one a core, at most 4, because more make batches small."""
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return 1 if torch.cuda.is_available() else min(cores, 4)
 
 
-def parse_options(arguments: list[str] | None = None) -> tuple[config.Retriever, argparse.Namespace]:
-    """Retriever options and the server's own from the command line; an option given there beats the one in
-    --config."""
-    kinds = {field.name: field for field in dataclasses.fields(config.Retriever)}
+# Options of config.Retriever that the command line takes besides --index, --corpus and --encoder: type, help.
+RETRIEVER_OPTIONS = {
+    "backend": (
+        str,
+        "what the index folder was built for, or faiss, torch, bm25, or a control: random, empty, oracle",
+    ),
+    "topk": (int, "passages a query where a request names no topk"),
+    "dtype": (str, "float16 or int8, of backend torch"),
+    "faiss_params": (str, 'such as "nprobe=64"'),
+    "rerank": (int, "candidates of a FAISS index to score again with the vectors on disk"),
+    "oracle_questions": (str, "questions whose answers backend oracle finds"),
+    "device": (str, "auto or cpu"),
+    "max_memory_gb": (float, "refuse what needs more (default: what is free)"),
+}
+# The server's own: type, default, help.
+SERVER_OPTIONS = {
+    "host": (str, "127.0.0.1", "default 127.0.0.1; 0.0.0.0 serves other machines too"),
+    "port": (int, 8000, "default %(default)s; 0 takes a free one"),
+    "max_queries": (int, Limits.queries, "a request (default %(default)s)"),
+    "max_topk": (int, Limits.topk, "default %(default)s"),
+    "max_passages": (int, Limits.passages, "queries x topk of a request (default %(default)s)"),
+    "max_body_mb": (float, Limits.body_mb, "default %(default)s"),
+    "max_connections": (int, Limits.connections, "open at a time (default %(default)s)"),
+    "request_s": (
+        float,
+        Limits.request_s,
+        "seconds for a request's headers, and for its body, to arrive, and for a reply to be read on "
+        "(default %(default)s)",
+    ),
+    "max_batch": (int, 256, "queries searched for at once (default %(default)s)"),
+    "max_wait_ms": (float, 5.0, "how long a query may wait for others to join it (default %(default)s)"),
+    "searches": (
+        int,
+        None,
+        "searches in parallel (default: one a core, at most 4, or 1 where there is a GPU)",
+    ),
+    "cache_mb": (float, 256.0, "memory for remembered searches; 0 for none (default %(default)s)"),
+}
+POSITIVE = (
+    "max_queries",
+    "max_topk",
+    "max_passages",
+    "max_body_mb",
+    "max_connections",
+    "request_s",
+    "max_batch",
+    "searches",
+)
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Serve a search index over HTTP, as Search-R1's retrieval server does."
     )
@@ -309,96 +379,41 @@ def parse_options(arguments: list[str] | None = None) -> tuple[config.Retriever,
     parser.add_argument("--index", help="folder made by `python -m lld.retrieval build`, or a FAISS file")
     parser.add_argument("--corpus", help='jsonl or jsonl.gz of {"id", "contents"}')
     parser.add_argument("--encoder", help=f"hub name or folder (default {config.Retriever.encoder})")
-    for name, kind, about in (
-        (
-            "backend",
-            str,
-            "what the index folder was built for, or faiss, torch, bm25, or a control: random, empty, oracle",
-        ),
-        ("topk", int, "passages a query where a request names no topk"),
-        ("dtype", str, "float16 or int8, of backend torch"),
-        ("faiss_params", str, 'such as "nprobe=64"'),
-        ("rerank", int, "candidates of a FAISS index to score again with the vectors on disk"),
-        ("oracle_questions", str, "questions whose answers backend oracle finds"),
-        ("device", str, "auto or cpu"),
-        ("max_memory_gb", float, "refuse what needs more (default: what is free)"),
-    ):
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=kind, help=f"{about} (default {kinds[name].default!r})"
-        )
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="default 127.0.0.1; 0.0.0.0 serves other machines too"
-    )
-    parser.add_argument("--port", type=int, default=8000, help="default %(default)s; 0 takes a free one")
-    parser.add_argument(
-        "--max-queries", type=int, default=Limits.queries, help="a request (default %(default)s)"
-    )
-    parser.add_argument("--max-topk", type=int, default=Limits.topk, help="default %(default)s")
-    parser.add_argument(
-        "--max-passages",
-        type=int,
-        default=Limits.passages,
-        help="queries x topk of a request (default %(default)s)",
-    )
-    parser.add_argument("--max-body-mb", type=float, default=Limits.body_mb, help="default %(default)s")
-    parser.add_argument(
-        "--max-connections", type=int, default=Limits.connections, help="open at a time (default %(default)s)"
-    )
-    parser.add_argument(
-        "--request-s",
-        type=float,
-        default=Limits.request_s,
-        help="seconds for a request's headers, and for its body, to arrive, and for a reply to be read on "
-        "(default %(default)s)",
-    )
-    parser.add_argument(
-        "--max-batch", type=int, default=256, help="queries searched for at once (default %(default)s)"
-    )
-    parser.add_argument(
-        "--max-wait-ms",
-        type=float,
-        default=5.0,
-        help="how long a query may wait for company (default %(default)s)",
-    )
-    parser.add_argument(
-        "--searches",
-        type=int,
-        help="searches side by side (default: one a core, at most 4, or 1 where there is a GPU)",
-    )
-    parser.add_argument(
-        "--cache-mb",
-        type=float,
-        default=256.0,
-        help="memory for searches remembered; 0 for none (default %(default)s)",
-    )
-    args = parser.parse_args(arguments)
+    for name, (kind, about) in RETRIEVER_OPTIONS.items():
+        default = getattr(config.Retriever, name)
+        parser.add_argument(flag(name), type=kind, help=f"{about} (default {default!r})")
+    for name, (kind, default, about) in SERVER_OPTIONS.items():
+        parser.add_argument(flag(name), type=kind, default=default, help=about)
+    return parser.parse_args(arguments)
+
+
+def check_server_options(args: argparse.Namespace) -> None:
     if not args.host.strip():
         raise ValueError(
-            "--host is empty, which would serve every network (an unset variable?): give 127.0.0.1, or "
-            "0.0.0.0 if that is meant"
+            "--host is empty, which would serve every network (an unset variable?): "
+            "give 127.0.0.1, or 0.0.0.0 if that is meant"
         )
-    for name in (
-        "max_queries",
-        "max_topk",
-        "max_passages",
-        "max_body_mb",
-        "max_connections",
-        "request_s",
-        "max_batch",
-        "searches",
-    ):
-        if getattr(args, name) is not None and not getattr(args, name) > 0:
-            raise ValueError(f"--{name.replace('_', '-')} = {getattr(args, name)}: must be greater than 0")
+    for name in POSITIVE:
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"{flag(name)} = {value}: must be greater than 0")
     if not 0 <= args.port < 1 << 16:
         raise ValueError(f"--port = {args.port}: must be from 0 (any free one) to 65535")
     for name in ("max_wait_ms", "cache_mb"):
         if not getattr(args, name) >= 0:
-            raise ValueError(f"--{name.replace('_', '-')} = {getattr(args, name)}: must be 0 or more")
-    given = {name: getattr(args, name) for name in kinds if getattr(args, name, None) is not None}
-    before = settings_module.load(args.config) if args.config else config.Config()
-    return settings_module.from_dict(
-        settings_module.to_dict(before) | {"retriever": settings_module.to_dict(before)["retriever"] | given}
-    ).retriever, args
+            raise ValueError(f"{flag(name)} = {getattr(args, name)}: must be 0 or more")
+
+
+def parse_options(arguments: list[str] | None = None) -> tuple[config.Retriever, argparse.Namespace]:
+    """The retriever's options and the server's own; the command line takes precedence over --config."""
+    args = parse_arguments(arguments)
+    check_server_options(args)
+    tree = settings.to_dict(settings.load(args.config) if args.config else config.Config())
+    for field in dataclasses.fields(config.Retriever):
+        given = getattr(args, field.name, None)
+        if given is not None:
+            tree["retriever"][field.name] = given
+    return settings.from_dict(tree).retriever, args
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -429,8 +444,10 @@ def _cannot_bind(host: str, port: int, error: OSError) -> ValueError:
 
 def serve(app: FastAPI, bound: socket.socket, limits: Limits) -> None:
     """Answers requests until SIGTERM or Ctrl-C, then those under way."""
-    settings = uvicorn.Config(
-        app, log_level="warning", http=guarded_protocol(limits), timeout_graceful_shutdown=GRACE_S
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app, log_level="warning", http=guarded_protocol(limits), timeout_graceful_shutdown=GRACE_S
+        )
     )
 
     def stopped(*_) -> None:  # uvicorn sends itself the signal once more when all is answered
@@ -438,7 +455,7 @@ def serve(app: FastAPI, bound: socket.socket, limits: Limits) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stopped)
-    uvicorn.Server(settings).run(sockets=[bound])
+    server.run(sockets=[bound])
 
 
 def start(arguments: list[str] | None = None) -> None:
@@ -452,7 +469,8 @@ def start(arguments: list[str] | None = None) -> None:
         request_s=args.request_s,
         connections=args.max_connections,
     )
-    bound = bind(args.host, args.port)  # at once: opening an index may take minutes
+    # The port first: opening an index may take minutes.
+    bound = bind(args.host, args.port)
     from lld.retrieval import memory
     from lld.retrieval.backends import open_retriever
 
@@ -470,23 +488,27 @@ def start(arguments: list[str] | None = None) -> None:
     )
     try:
         bound.listen(2048)
-    except OSError as error:  # another took it in the meantime
+    except OSError as error:  # another process has taken the port since
         raise _cannot_bind(args.host, args.port, error) from None
-    host, port = bound.getsockname()[:2]
     print(
-        f"{len(retriever.corpus):,} passages, backend {retriever.backend}, listening on "
-        f"http://{f'[{host}]' if ':' in host else host}:{port}",
+        f"{len(retriever.corpus):,} passages, backend {retriever.backend}, listening on {url_of(bound)}",
         flush=True,
     )
     serve(app, bound, limits)
+
+
+def url_of(bound: socket.socket) -> str:
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def main() -> None:
     try:
         start()
     except ValueError as error:
-        said = re.sub(r"\bretriever\.([a-z_]+)", lambda match: "--" + match[1].replace("_", "-"), str(error))
-        print(f"error: {said}", file=sys.stderr)
+        # Messages name options as in a YAML, retriever.max_memory_gb; here they are --max-memory-gb.
+        text = re.sub(r"\bretriever\.([a-z_]+)", lambda match: flag(match[1]), str(error))
+        print(f"error: {text}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None  # while the index was opened
