@@ -520,62 +520,6 @@ def test_tables_by_hand():
     )
 
 
-def test_warnings_by_hand():
-    steps = range(60)
-    phases = {  # collapses at 50 and 55; the first warned at 20 (passing) and 40, the second never in time
-        "a": [2 if 20 <= step < 22 or step >= 40 else 0 for step in steps],
-        "b": [3 if step >= 56 else 1 for step in steps],
-        "c": [2 if step in (5, 9) else 0 for step in steps],
-        "d": [1 for _ in steps],
-    }
-    collapsed = {"a": 50, "b": 55, "c": None, "d": None}
-    runs = [
-        (
-            run_of(name, "1e-4", 0, 0.5, collapsed[name]),
-            [{"step": step, "phase": phase} for step, phase in zip(steps, phases[name], strict=True)],
-        )
-        for name in phases
-    ]
-    table = outcomes.warnings(runs)
-    # "b" a step late
-    assert table.rows[0] == (
-        "2 decay",
-        "2",
-        "1",
-        "no warning",
-        "no warning",
-        "no warning",
-        "1",
-        "1",
-        "2",
-        "1",
-        "2",
-    )
-    assert (
-        table.rows[1][1:4] == ("2", "0", "no warning")
-        and table.rows[1][6:8] == ("1", "1")
-        and table.rows[1][-2:] == ("0", "0")
-    )
-    alone = outcomes.warnings(
-        [runs[0], runs[2]], [[row["phase"] for row in rows] for _, rows in (runs[0], runs[2])]
-    )
-    assert alone.rows[0] == ("2 decay", "1", "1", "30", "10", "25", "0", "–", "1", "1", "2")
-    assert table.rows[2] == (
-        "4 collapse",
-        "2",
-        "0",
-        "no warning",
-        "no warning",
-        "no warning",
-        "0",
-        "–",
-        "2",
-        "0",
-        "0",
-    )
-    assert outcomes.warnings([(run, [{"step": 0}]) for run, _ in runs]).rows == []  # no phases were logged
-
-
 def test_files_hold_every_run_and_the_figure_draws_all_arms(tmp_path, fake_train, capsys, monkeypatch):
     figures = []
     monkeypatch.setattr(runner, "plot_experiment", outcome_figure.plot_experiment)

@@ -1,17 +1,17 @@
-"""An experiment's YAML -> its runs, each with its checked config, its folder and the overrides that train.py
-takes.
+"""An experiment's YAML -> its runs, each with its checked config, its folder and its overrides for train.py.
 
 The YAML names a `base` config, the folder `out`, common `options`, `worlds` and `arms` with their overrides,
 and the grid: `learning_rates`, `seeds` and `steps` for everything, or `grids`, a list of blocks each of which
-may name its own `worlds`, `arms`, `learning_rates`, `seeds`, `steps` and `options`. Later ones win: options,
-world, block, arm. `reference` is the arm that others are compared with ("grpo" if there is one),
-`figure_arms` those whose curves are drawn (all).
+may name its own `worlds`, `arms`, `learning_rates`, `seeds`, `steps` and `options`. Where options disagree
+the later one wins: options, world, block, arm. `reference` is the arm that the others are compared with
+(default: "grpo" if there is one), `figure_arms` are those whose curves are drawn (default: all).
 """
 
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from lld import config, settings
@@ -31,7 +31,8 @@ KEYS = (
     "grids",
 )
 GRID_KEYS = ("worlds", "arms", "learning_rates", "seeds", "steps", "options")
-# What a resumed run may change, where a world lies and what only watches: none makes it another run.
+# Options that do not make a run another run: what a resumed run may change, where its world lies, what is
+# only recorded
 FREE = (
     *settings.RESUMABLE,
     "tinyworld.dir",
@@ -70,8 +71,10 @@ class Run:
         return self.folder.with_name(self.folder.name + ".log")
 
     def finished(self) -> bool:
-        """Whether all steps are in the log (a last line still being written is none) and, where there is one,
-        the last one's evaluation."""
+        """Whether the log holds all steps and, if the run evaluates, the last step's evaluation.
+
+        A last line that is still being written does not count.
+        """
         path = self.folder / "metrics.jsonl"
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         if len(lines) != self.steps or not (self.cfg.eval.every and self.cfg.eval.during_training):
@@ -81,8 +84,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Experiment:
-    """What the YAML asks for: `reference` is the arm others are compared with, `figure_arms` those whose
-    curves are drawn."""
+    """What the YAML asks for; the module's docstring describes its fields."""
 
     base: Path
     out: Path
@@ -126,19 +128,16 @@ def _check_keys(tree, known: Sequence[str], where: str) -> None:
 
 
 def _check_named(tree: dict, kind: str) -> dict[str, list[str]]:
-    """{name: overrides} of `worlds` or `arms`, whose names must serve as parts of file names."""
+    """{name: overrides} of `worlds` or `arms`; the names become parts of file names."""
     if not isinstance(tree.get(kind), dict) or not tree[kind]:
         raise ValueError(
             f"{kind} = {tree.get(kind)!r}: give each a name, such as '{kind}: {{name: "
             f"[section.option=value]}}'"
         )
     for name in tree[kind]:
-        if (
-            not isinstance(name, str)
-            or not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", name)
-            or "-lr" in name
-            or (kind == "worlds" and name == "worlds")
-        ):
+        valid = isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", name)
+        # Run folders are named ARM-lrRATE-sSEED; prepared worlds lie in OUT/worlds
+        if not valid or "-lr" in name or (kind, name) == ("worlds", "worlds"):
             raise ValueError(
                 f"{kind}: {name!r} cannot name a folder: use letters, digits, '.', '_' and '-', without "
                 "'-lr', and quote numbers"
@@ -147,7 +146,7 @@ def _check_named(tree: dict, kind: str) -> dict[str, list[str]]:
 
 
 def _grids(tree: dict, worlds: dict, arms: dict) -> list[dict]:
-    """The blocks with all their keys: what one leaves out is that of the top level, and all worlds and
+    """The checked blocks with all their keys; what one leaves out is the top level's, or all worlds and
     arms."""
     given = {name: tree[name] for name in ("learning_rates", "seeds", "steps") if name in tree}
     if not isinstance(tree.get("grids", [{}]), list) or tree.get("grids") == []:
@@ -157,106 +156,88 @@ def _grids(tree: dict, worlds: dict, arms: dict) -> list[dict]:
         where = f"grids[{number}]" if "grids" in tree else "experiment"
         _check_keys(block, GRID_KEYS, where)
         block = {"worlds": list(worlds), "arms": list(arms), "options": None} | given | block
-        for name in ("worlds", "arms", "learning_rates", "seeds"):
-            if not isinstance(block.get(name), list) or not block[name]:
-                raise ValueError(f"{where}: {name} = {block.get(name)!r}: must be a list of at least one")
-        for kind, known in (("worlds", worlds), ("arms", arms)):
-            for name in block[kind]:
-                if name not in known:
-                    raise ValueError(
-                        f"{where}: {kind} names {name!r}, which is not there (known: {', '.join(known)})"
-                    )
-        for what, values in (("seeds", block["seeds"]), ("steps", [block.get("steps")])):
-            if not all(type(value) is int and value >= (what == "steps") for value in values):
-                raise ValueError(
-                    f"{where}: {what} = {block.get(what)!r}: must be whole numbers"
-                    + (" of at least 1" if what == "steps" else "")
-                )
+        _check_block(block, worlds, arms, where)
         block["learning_rates"] = [rate_name(rate) for rate in block["learning_rates"]]
         block["options"] = overrides_of(block["options"], f"{where}: options")
         blocks.append(block)
     return blocks
 
 
+def _check_block(block: dict, worlds: dict, arms: dict, where: str) -> None:
+    for name in ("worlds", "arms", "learning_rates", "seeds"):
+        if not isinstance(block.get(name), list) or not block[name]:
+            raise ValueError(f"{where}: {name} = {block.get(name)!r}: must be a list of at least one")
+    for kind, known in (("worlds", worlds), ("arms", arms)):
+        for name in block[kind]:
+            if name not in known:
+                raise ValueError(
+                    f"{where}: {kind} names {name!r}, which is not there (known: {', '.join(known)})"
+                )
+    if not all(type(seed) is int and seed >= 0 for seed in block["seeds"]):
+        raise ValueError(f"{where}: seeds = {block['seeds']!r}: must be whole numbers")
+    steps = block.get("steps")
+    if type(steps) is not int or steps < 1:
+        raise ValueError(f"{where}: steps = {steps!r}: must be whole numbers of at least 1")
+
+
 def world_paths(base: config.Config, folder: Path) -> list[str]:
-    """Overrides that move every path of `base` inside its tinyworld.dir into `folder`; none where `base` has
-    no tiny world."""
+    """Overrides that move every path of `base` inside its tinyworld.dir into `folder`.
+
+    None if `base` has no tiny world.
+    """
     if base.tinyworld.dir is None:
         return []
     home, moved = Path(base.tinyworld.dir), []
-    for section, options in settings.to_dict(base).items():
-        entries = [
-            (f"{section}.{name}", value) for name, value in options.items() if not isinstance(value, dict)
-        ]
-        entries += [
-            (f"{section}.{name}.{key}", value)
-            for name, values in options.items()
-            if isinstance(values, dict)
-            for key, value in values.items()
-        ]
-        for name, value in entries:
-            if isinstance(value, str) and Path(value).is_relative_to(home):
-                moved.append(f"{name}={folder / Path(value).relative_to(home)}")
+    for name, value in _flat_options(base):
+        if isinstance(value, str) and Path(value).is_relative_to(home):
+            moved.append(f"{name}={folder / Path(value).relative_to(home)}")
     return moved
 
 
+def _flat_options(cfg: config.Config) -> list[tuple[str, object]]:
+    """('section.option', value), and ('section.option.key', value) for each entry of an option that is a
+    mapping."""
+    entries = []
+    for section, options in settings.to_dict(cfg).items():
+        for name, value in options.items():
+            if isinstance(value, dict):
+                entries += [(f"{section}.{name}.{key}", item) for key, item in value.items()]
+            else:
+                entries.append((f"{section}.{name}", value))
+    return entries
+
+
 def load_experiment(path: str | Path, out: str | None = None, worlds_dir: str | None = None) -> Experiment:
-    """Reads and checks an experiment file, building the config of each run; ValueError names the place and
-    the remedy."""
+    """Reads and checks an experiment file and builds the config of each run.
+
+    `out` and `worlds_dir` replace the file's folders. Raises ValueError that names the place and the remedy.
+    """
     tree = settings.read_yaml(path)
     _check_keys(tree, KEYS, str(path))
-    for name in ("base", "out"):
+    for name, what in (("base", "a config file"), ("out", "the folder of the runs")):
         if not isinstance(tree.get(name), str):
-            raise ValueError(
-                f"{path}: {name} = {tree.get(name)!r}: must be "
-                f"{'a config file' if name == 'base' else 'the folder of the runs'}"
-            )
-    worlds, arms, common = (
-        _check_named(tree, "worlds"),
-        _check_named(tree, "arms"),
-        overrides_of(tree.get("options"), "options"),
-    )
+            raise ValueError(f"{path}: {name} = {tree.get(name)!r}: must be {what}")
+    worlds, arms = _check_named(tree, "worlds"), _check_named(tree, "arms")
+    common = overrides_of(tree.get("options"), "options")
     out = Path(out or tree["out"]).resolve()
     worlds_dir = Path(worlds_dir).resolve() if worlds_dir else out / "worlds"
-    base_tree, runs = settings.read_yaml(tree["base"]), {}
-    base = settings.with_overrides(base_tree, [])
+    base = settings.read_yaml(tree["base"])
+    base_cfg, runs = settings.with_overrides(base, []), {}
     for grid in _grids(tree, worlds, arms):
-        points = [
-            (seed, rate, world, arm)
-            for seed in grid["seeds"]
-            for rate in grid["learning_rates"]
-            for world in grid["worlds"]
-            for arm in grid["arms"]
-        ]
-        # A seed of everything before the next one: an early reading covers the grid
-        for seed, rate, world, arm in points:
-            folder = out / world / f"{arm}-lr{rate}-s{seed}"
-            own = [
-                f"run.dir={folder}",
-                f"run.seed={seed}",
-                f"run.steps={grid['steps']}",
-                f"optim.lr={rate}",
-                *world_paths(base, worlds_dir / world),
-            ]
+        # All runs of a seed before those of the next one: an early reading covers the grid
+        for seed, rate, world, arm in product(
+            grid["seeds"], grid["learning_rates"], grid["worlds"], grid["arms"]
+        ):
             asked = [*common, *worlds[world], *grid["options"], *arms[arm]]
-            for override in asked:
-                if override.partition("=")[0] in [setting.partition("=")[0] for setting in own]:
-                    raise ValueError(
-                        f"{path}: run {world}/{folder.name}: {override!r} does nothing: the experiment "
-                        "sets this option for each run (out, seeds, steps, learning_rates, the world's "
-                        "folder)"
-                    )
-            overrides = [*asked, *own]
-            try:
-                cfg = settings.with_overrides(base_tree, overrides)
-            except ValueError as error:
-                raise ValueError(f"{path}: run {world}/{folder.name}: {error}") from None
-            if folder in runs and runs[folder].cfg != cfg:
+            point = (world, arm, rate, seed, grid["steps"])
+            moved = world_paths(base_cfg, worlds_dir / world)
+            run = _make_run(point, base, asked, moved, out, path)
+            if run.folder in runs and runs[run.folder].cfg != run.cfg:
                 raise ValueError(
-                    f"{path}: two blocks ask for {world}/{folder.name} with different options or steps: "
+                    f"{path}: two blocks ask for {run.name} with different options or steps: "
                     "give one of the arms another name"
                 )
-            runs[folder] = Run(world, arm, rate, seed, grid["steps"], folder, tuple(overrides), cfg)
+            runs[run.folder] = run
     reference = tree.get("reference", "grpo" if "grpo" in arms else None)
     figure_arms = tree.get("figure_arms", list(arms))
     for name in [reference, *figure_arms]:
@@ -268,23 +249,61 @@ def load_experiment(path: str | Path, out: str | None = None, worlds_dir: str | 
     return Experiment(Path(tree["base"]), out, tuple(runs.values()), reference, tuple(figure_arms))
 
 
+def _make_run(
+    point: tuple[str, str, str, int, int],
+    base: dict,
+    asked: list[str],
+    moved: list[str],
+    out: Path,
+    path: str | Path,
+) -> Run:
+    """The run of one point (world, arm, rate, seed, steps), with the overrides `asked` for, those of the
+    world's `moved` paths and the point's own."""
+    world, arm, rate, seed, steps = point
+    folder = out / world / f"{arm}-lr{rate}-s{seed}"
+    own = [
+        f"run.dir={folder}",
+        f"run.seed={seed}",
+        f"run.steps={steps}",
+        f"optim.lr={rate}",
+        *moved,
+    ]
+    taken = {override.partition("=")[0] for override in own}
+    for override in asked:
+        if override.partition("=")[0] in taken:
+            raise ValueError(
+                f"{path}: run {world}/{folder.name}: {override!r} does nothing: the experiment "
+                "sets this option for each run (out, seeds, steps, learning_rates, the world's "
+                "folder)"
+            )
+    overrides = (*asked, *own)
+    try:
+        cfg = settings.with_overrides(base, list(overrides))
+    except ValueError as error:
+        raise ValueError(f"{path}: run {world}/{folder.name}: {error}") from None
+    return Run(*point, folder, overrides, cfg)
+
+
 def check_made_alike(runs: Sequence[Run]) -> None:
-    """Raises ValueError where a run's folder was made with other options than the experiment asks for now."""
-    plain = lambda value: json.loads(json.dumps(value))
+    """Raises ValueError if a run's folder was made with other options than the experiment asks for now."""
+    default = settings.to_dict(config.Config())
     for run in runs:
         path = run.folder / "config.yaml"
         if not path.exists():
             continue
-        # An option younger than the run had its default
-        made, default = settings.read_yaml(path), settings.to_dict(config.Config())
+        made = settings.read_yaml(path)
         for section, options in settings.to_dict(run.cfg).items():
+            saved = made.get(section) if isinstance(made.get(section), dict) else {}
             for name, value in options.items():
-                own = made.get(section)
-                there = (
-                    own.get(name, default[section][name]) if isinstance(own, dict) else default[section][name]
-                )
-                if f"{section}.{name}" not in FREE and plain(there) != plain(value):
+                # An option younger than the run had its default
+                before = saved.get(name, default[section][name])
+                if f"{section}.{name}" not in FREE and _plain(before) != _plain(value):
                     raise ValueError(
-                        f"{run.folder} was made with {section}.{name} = {there!r}, and {value!r} is asked "
+                        f"{run.folder} was made with {section}.{name} = {before!r}, and {value!r} is asked "
                         "for now: delete the folder, or give the arm or world another name"
                     )
+
+
+def _plain(value: object) -> object:
+    """As JSON types: a tuple equals a list."""
+    return json.loads(json.dumps(value))

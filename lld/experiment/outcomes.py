@@ -1,60 +1,51 @@
-"""Rows of runs -> what became of each run, statistics over seeds, and the tables of an experiment.
+"""Rows of runs -> the outcome of each run, statistics over seeds, and the tables of an experiment.
 
-A run here is a dict: world, arm, rate, seed, steps and the numbers of `describe_run`. None stands for "does
-not exist": no collapse, no correct response left whose likelihood could be given.
+A run here is a dict: world, arm, rate, seed, steps and the numbers of `describe_run`. None means that the
+value does not exist: the run did not collapse, or has no correct response with a likelihood.
 """
 
 import csv
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median, stdev
+from functools import partial
+from statistics import fmean, stdev
 
 from lld.record.runs import COLLAPSE_FALL, WINDOW, find_collapse, running_mean, series
 
 RECOVERED_SHARE = 0.8  # of the reward before the collapse
-# Nats per token; below it the likelihood of correct responses falls by the measure of the feasibility study
-DISPLACED = -0.01
+DISPLACED = -0.01  # nats per token; below it correct responses count as losing likelihood
 NEAR_BEST = 0.05  # EM; rates this near to the best are in the stability range
-TIE = 0.005  # EM; half a question in a hundred decides nothing, and the lower of two such rates is taken
+TIE = 0.005  # EM; of rates nearer to each other than this, the lower one is taken
 MIN_SEEDS = 3  # from which a rate can be chosen without the seed it is reported on
-# Two-sided 95 % points of Student's t for 1 to 20 degrees of freedom; beyond, the last one (at most 6 % too
-# wide).
-T_95 = (
-    12.706,
-    4.303,
-    3.182,
-    2.776,
-    2.571,
-    2.447,
-    2.365,
-    2.306,
-    2.262,
-    2.228,
-    2.201,
-    2.179,
-    2.160,
-    2.145,
-    2.131,
-    2.120,
-    2.110,
-    2.101,
-    2.093,
-    2.086,
-)
+# Two-sided 95 % points of Student's t for 1 to 20 degrees of freedom.
+# Beyond 20 the last one is used, which is at most 6 % too wide.
+T_95 = [
+    float(point)
+    for point in (
+        "12.706 4.303 3.182 2.776 2.571 2.447 2.365 2.306 2.262 2.228 "
+        "2.201 2.179 2.160 2.145 2.131 2.120 2.110 2.101 2.093 2.086"
+    ).split()
+]
 
 
 @dataclass(frozen=True)
 class Table:
-    """A title with what to know for reading it, column names, and cells as text."""
+    """A title that says how to read it, column names, and cells as text."""
 
     title: str
     header: tuple[str, ...]
     rows: list[tuple[str, ...]]
 
 
-# ---------------------------------------------------------------------------------------------------------------
+def table_of(title: str, rows: Sequence[dict[str, str]]) -> Table:
+    """A table of rows that all have the same columns."""
+    header = tuple(rows[0]) if rows else ()
+    return Table(title, header, [tuple(row.values()) for row in rows])
+
+
+# ----------------------------------------------------------------------------------------------------
 # one run
 
 
@@ -69,19 +60,19 @@ def _mean_between(rows: Sequence[dict], name: str, start: float, end: float) -> 
 
 
 def describe_run(rows: Sequence[dict], benchmark: str) -> dict:
-    """What became of a run, from the rows of its metrics.jsonl; `benchmark` is the held-out set whose EM
-    counts."""
+    """The outcome of a run as numbers, from the rows of its metrics.jsonl.
+
+    `benchmark` is the held-out set whose EM counts.
+    """
     steps, rewards = series(rows, "reward/mean")
     collapse = find_collapse(steps, rewards)
     em_steps, ems = series(rows, f"eval/{benchmark}/em")
     displacement = series(rows, "displacement/correct")[1]
     full_windows = running_mean(displacement)[WINDOW - 1 :]
     final_reward = _mean_between(rows, "reward/mean", 0.9, 1.0)
-    recovered = (
-        None
-        if collapse["collapse_step"] is None or final_reward is None
-        else final_reward >= RECOVERED_SHARE * collapse["peak"]
-    )
+    recovered = None
+    if collapse["collapse_step"] is not None and final_reward is not None:
+        recovered = final_reward >= RECOVERED_SHARE * collapse["peak"]
     return {
         "em_start": ems[0] if ems and em_steps[0] == 0 else None,
         "em_best": max(ems, default=None),
@@ -105,7 +96,7 @@ def describe_run(rows: Sequence[dict], benchmark: str) -> dict:
     }
 
 
-# -----------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------
 # over seeds
 
 
@@ -117,25 +108,32 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def cell(values: Sequence[float | None], digits: int = 2, signed: bool = False) -> str:
-    """'0.81 ± 0.03'; the number of seeds behind it in brackets where some have no value; a dash where none
-    has."""
-    there = [value for value in values if value is not None]
-    if not there:
+    """'0.81 ± 0.03'; with the number of seeds in brackets if some have no value; a dash if none has."""
+    present = [value for value in values if value is not None]
+    if not present:
         return "–"
-    mean, half = mean_interval(there)
-    text = f"{mean:{'+' if signed else ''}.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
-    return text if len(there) == len(values) else f"{text} [{len(there)}]"
+    mean, half = mean_interval(present)
+    text = f"{mean:+.{digits}f}" if signed else f"{mean:.{digits}f}"
+    if half is not None:
+        text += f" ± {half:.{digits}f}"
+    return text if len(present) == len(values) else f"{text} [{len(present)}]"
+
+
+def over_seeds(name: str, digits: int, runs: Sequence[dict]) -> str:
+    """The cell of one number of `describe_run`."""
+    return cell([run[name] for run in runs], digits)
 
 
 def groups(runs: Sequence[dict], *names: str) -> dict[tuple, list[dict]]:
     """Runs by the values of `names`, in order of first appearance, rates rising, seeds rising."""
-    found: dict[tuple, list[dict]] = {}
     worlds = list(dict.fromkeys(run["world"] for run in runs))
     arms = list(dict.fromkeys(run["arm"] for run in runs))
-    for run in sorted(
-        runs,
-        key=lambda run: (worlds.index(run["world"]), arms.index(run["arm"]), float(run["rate"]), run["seed"]),
-    ):
+
+    def place(run: dict) -> tuple:
+        return worlds.index(run["world"]), arms.index(run["arm"]), float(run["rate"]), run["seed"]
+
+    found: dict[tuple, list[dict]] = {}
+    for run in sorted(runs, key=place):
         found.setdefault(tuple(run[name] for name in names), []).append(run)
     return found
 
@@ -144,11 +142,12 @@ def collapses(runs: Sequence[dict]) -> str:
     """'2/5 @ 63, 88 (1 recovered)'."""
     steps = sorted(run["collapse_step"] for run in runs if run["collapse_step"] is not None)
     recovered = sum(run["recovered"] is True for run in runs)
-    return (
-        f"{len(steps)}/{len(runs)}"
-        + (f" @ {', '.join(map(str, steps))}" if steps else "")
-        + (f" ({recovered} recovered)" if recovered else "")
-    )
+    text = f"{len(steps)}/{len(runs)}"
+    if steps:
+        text += f" @ {', '.join(map(str, steps))}"
+    if recovered:
+        text += f" ({recovered} recovered)"
+    return text
 
 
 def halved(runs: Sequence[dict]) -> str:
@@ -156,67 +155,46 @@ def halved(runs: Sequence[dict]) -> str:
     return f"{sum(run['em_halved'] is True for run in runs)}/{len(runs)}"
 
 
+BY_RATE_TITLE = (
+    "**Each learning rate** (mean ± 95 % t-interval over the n seeds). EM halved: runs whose final EM "
+    "is below half of their best. Final reward: last 10 % of the steps. Fall: largest distance of the "
+    f"{WINDOW}-step mean reward from an earlier maximum. "
+    f"Collapsed: that mean lay below half of its earlier maximum, and at least {COLLAPSE_FALL} below "
+    f"it, for {WINDOW} steps in a row, from these steps on; recovered: the final reward is at least "
+    f"{RECOVERED_SHARE:.0%} of that maximum. "
+    "Likelihood: of correct responses under the policy that sampled them, nats per token, first, "
+    "middle and last 10 % of the steps. Displacement: of correct responses, nats per token, second "
+    "half of the run; "
+    f"displaced: share of steps at which its {WINDOW}-step mean is below {DISPLACED}; whole rollout: "
+    "from before its first to after its last update. Entropy: largest after step 20."
+)
+# Column -> its cell, from the runs of one world, arm and rate
+BY_RATE_COLUMNS: dict[str, Callable[[Sequence[dict]], str]] = {
+    "EM start": partial(over_seeds, "em_start", 2),
+    "EM best": partial(over_seeds, "em_best", 2),
+    "EM final": partial(over_seeds, "em_final", 2),
+    "EM halved": halved,
+    "final reward": partial(over_seeds, "reward_final", 2),
+    "fall": partial(over_seeds, "reward_fall", 2),
+    "collapsed": collapses,
+    "likelihood start": partial(over_seeds, "likelihood_start", 3),
+    "middle": partial(over_seeds, "likelihood_middle", 3),
+    "end": partial(over_seeds, "likelihood_end", 3),
+    "displacement": partial(over_seeds, "displacement", 4),
+    "whole rollout": partial(over_seeds, "displacement_rollout", 3),
+    "displaced": partial(over_seeds, "displaced_steps", 2),
+    "max entropy": partial(over_seeds, "entropy_max", 2),
+    "max grad norm": partial(over_seeds, "grad_norm_max", 1),
+}
+
+
 def by_rate(runs: Sequence[dict]) -> Table:
-    """The experiment's table: world x arm x learning rate, over seeds."""
-    title = (
-        "**Each learning rate** (mean ± 95 % t-interval over the n seeds). EM halved: runs whose final EM "
-        "is below half of their best. Final reward: last 10 % of the steps. Fall: largest distance of the "
-        f"{WINDOW}-step mean reward from an earlier maximum. "
-        f"Collapsed: that mean lay below half of its earlier maximum, and at least {COLLAPSE_FALL} below "
-        f"it, for {WINDOW} steps in a row, from these steps on; recovered: the final reward is at least "
-        f"{RECOVERED_SHARE:.0%} of that maximum. "
-        "Likelihood: of correct responses under the policy that sampled them, nats per token, first, "
-        "middle and last 10 % of the steps. Displacement: of correct responses, nats per token, second "
-        "half of the run; "
-        f"displaced: share of steps at which its {WINDOW}-step mean is below {DISPLACED}; whole rollout: "
-        "from before its first to after its last update. Entropy: largest after step 20."
-    )
-    header = (
-        "world",
-        "arm",
-        "lr",
-        "n",
-        "EM start",
-        "EM best",
-        "EM final",
-        "EM halved",
-        "final reward",
-        "fall",
-        "collapsed",
-        "likelihood start",
-        "middle",
-        "end",
-        "displacement",
-        "whole rollout",
-        "displaced",
-        "max entropy",
-        "max grad norm",
-    )
-    columns = (
-        ("em_start", 2),
-        ("em_best", 2),
-        ("em_final", 2),
-        halved,
-        ("reward_final", 2),
-        ("reward_fall", 2),
-        collapses,
-        ("likelihood_start", 3),
-        ("likelihood_middle", 3),
-        ("likelihood_end", 3),
-        ("displacement", 4),
-        ("displacement_rollout", 3),
-        ("displaced_steps", 2),
-        ("entropy_max", 2),
-        ("grad_norm_max", 1),
-    )
+    """The experiment's main table: world x arm x learning rate, over seeds."""
     rows = []
     for (world, arm, rate), same in groups(runs, "world", "arm", "rate").items():
-        cells = [
-            column(same) if callable(column) else cell([run[column[0]] for run in same], column[1])
-            for column in columns
-        ]
+        cells = [column(same) for column in BY_RATE_COLUMNS.values()]
         rows.append((world, arm, rate, str(len(same)), *cells))
-    return Table(title, header, rows)
+    return Table(BY_RATE_TITLE, ("world", "arm", "lr", "n", *BY_RATE_COLUMNS), rows)
 
 
 def aggregate_rows(runs: Sequence[dict]) -> list[dict]:
@@ -231,25 +209,23 @@ def aggregate_rows(runs: Sequence[dict]) -> list[dict]:
             "collapsed": sum(run["collapse_step"] is not None for run in same),
         }
         for name in same[0]:
-            there = (
-                [float(run[name]) for run in same if run[name] is not None]
-                if name not in ("world", "arm", "rate", "seed", "steps")
-                else []
-            )
-            if there:
-                row[name], row[f"{name}_half"] = mean_interval(there)
-                row[f"{name}_n"] = len(there)
+            if name in ("world", "arm", "rate", "seed", "steps"):
+                continue
+            values = [float(run[name]) for run in same if run[name] is not None]
+            if values:
+                row[name], row[f"{name}_half"] = mean_interval(values)
+                row[f"{name}_n"] = len(values)
         rows.append(row)
     return rows
 
 
-# --------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------
 # arms compared
 
 
 def choose_rate(em: dict[str, dict[int, float]], seeds: Sequence[int] | None) -> str:
-    """The learning rate of the highest mean over `seeds` (None: over each rate's own); of rates within TIE of
-    it the lowest."""
+    """The lowest of the learning rates whose mean over `seeds` (None: each rate's own) is within TIE of the
+    highest."""
     means = {
         rate: fmean(of_seed[seed] for seed in (of_seed if seeds is None else seeds))
         for rate, of_seed in em.items()
@@ -258,14 +234,13 @@ def choose_rate(em: dict[str, dict[int, float]], seeds: Sequence[int] | None) ->
 
 
 def at_own_best(em: dict[str, dict[int, float]]) -> tuple[str, dict[int, float], bool]:
-    """(rate chosen on all common seeds, {seed: EM}, whether no seed's EM took part in the choice of its
-    rate), from {rate: {seed: EM}}.
+    """{rate: {seed: EM}} -> (the rate chosen on all common seeds, {seed: EM}, whether the EMs are unbiased).
 
-    The best of several noisy means is too good on average. With three common seeds or more each seed is
+    The best of several noisy means is too high on average. With three common seeds or more each seed is
     therefore reported at the rate that the *other* seeds choose (which may differ from seed to seed), and
-    seeds that ran at the chosen rate alone, which took no part in choosing it, are added. With fewer, the
-    chosen rate's own seeds are given, and said to be so. Rates with fewer seeds than the others (and than
-    three) do not take part: one lucky seed would win.
+    seeds that ran at the chosen rate only, which took no part in choosing it, are added. With fewer, the
+    EMs are those of the chosen rate, and biased. Rates with fewer seeds than the others (and than three) do
+    not take part: one lucky seed would win.
     """
     enough = min(MIN_SEEDS, max(map(len, em.values())))
     em = {rate: of_seed for rate, of_seed in em.items() if len(of_seed) >= enough}
@@ -274,14 +249,13 @@ def at_own_best(em: dict[str, dict[int, float]]) -> tuple[str, dict[int, float],
     if not common:
         return chosen, em[chosen], False
     fresh = {seed: value for seed, value in em[chosen].items() if seed not in common}
-    if len(common) >= MIN_SEEDS:
-        return (
-            chosen,
-            {seed: em[choose_rate(em, [other for other in common if other != seed])][seed] for seed in common}
-            | fresh,
-            True,
-        )
-    return (chosen, fresh, True) if len(fresh) >= 2 else (chosen, em[chosen], len(em) == 1)
+    if len(common) < MIN_SEEDS:
+        return (chosen, fresh, True) if len(fresh) >= 2 else (chosen, em[chosen], len(em) == 1)
+    values = {}
+    for seed in common:
+        rate = choose_rate(em, [other for other in common if other != seed])
+        values[seed] = em[rate][seed]
+    return chosen, values | fresh, True
 
 
 def difference(one: dict[int, float], other: dict[int, float], digits: int = 2) -> str:
@@ -289,76 +263,70 @@ def difference(one: dict[int, float], other: dict[int, float], digits: int = 2) 
     return cell([one[seed] - other[seed] for seed in sorted(one.keys() & other.keys())], digits, signed=True)
 
 
+def final_ems(runs: Sequence[dict]) -> dict[str, dict[int, float]]:
+    """{rate: {seed: final held-out EM}} of the runs of one arm."""
+    em: dict[str, dict[int, float]] = {}
+    for run in runs:
+        em.setdefault(run["rate"], {})[run["seed"]] = run["em_final"]
+    return em
+
+
+def failed_rates(runs: Sequence[dict], means: dict[str, float]) -> set[str]:
+    """Rates at which a seed collapsed or halved its EM, or at which the mean final EM is below the start."""
+    start = _mean([run["em_start"] for run in runs if run["em_start"] is not None]) or 0.0
+    return {
+        run["rate"]
+        for run in runs
+        if run["collapse_step"] is not None or run["em_halved"] or means[run["rate"]] < start
+    }
+
+
+def stable_rates(means: dict[str, float], failed: set[str], best: float) -> str:
+    """The rates within NEAR_BEST of `best` at which nothing failed, as text."""
+    stable = [rate for rate in means if rate not in failed and means[rate] >= best - NEAR_BEST]
+    return ", ".join(stable) or "none"
+
+
+OWN_BEST_TITLE = (
+    "**Each arm at its own best learning rate**, chosen by mean final held-out EM (of rates within "
+    f"{TIE} the lowest). EM: each seed at the rate that the other seeds choose, so the choice does not "
+    f"flatter it; * marks fewer than {MIN_SEEDS} seeds, where the value is the one chosen by. "
+    "Stable: rates at which no seed collapsed or halved its EM, and mean final EM is not below the "
+    f"start and within {NEAR_BEST} of this arm's best; of all: within {NEAR_BEST} of the world's best."
+)
+
+
 def own_best(runs: Sequence[dict], reference: str | None) -> Table:
-    """Each arm at its own best learning rate, and over which rates it works."""
-    title = (
-        "**Each arm at its own best learning rate**, chosen by mean final held-out EM (of rates within "
-        f"{TIE} the lowest). EM: each seed at the rate that the other seeds choose, so the choice does not "
-        f"flatter it; * marks fewer than {MIN_SEEDS} seeds, where the value is the one chosen by. "
-        "Stable: rates at which no seed collapsed or halved its EM, and mean final EM is not below the "
-        f"start and within {NEAR_BEST} of this arm's best; of all: within {NEAR_BEST} of the world's best."
-    )
-    header = (
-        "world",
-        "arm",
-        "rates run",
-        "best lr",
-        "n",
-        "EM at own best",
-        f"minus {reference} at its own",
-        "stable",
-        "stable, of all",
-        "collapsed runs, all rates",
-    )
-    rows, chosen = [], {}
-    by_arm = {
-        key: [run for run in same if run["em_final"] is not None]
-        for key, same in groups(runs, "world", "arm").items()
-    }
-    for key, same in by_arm.items():
-        em: dict[str, dict[int, float]] = {}
-        for run in same:
-            em.setdefault(run["rate"], {})[run["seed"]] = run["em_final"]
-        if em:
-            chosen[key] = (em, *at_own_best(em))
-    world_best = {
-        world: max(
-            fmean(of_seed.values())
-            for (place, _), (em, *_) in chosen.items()
-            if place == world
-            for of_seed in em.values()
-        )
-        for world, _ in chosen
-    }
-    references = {world: values for (world, arm), (_, _, values, _) in chosen.items() if arm == reference}
-    for (world, arm), (em, rate, values, unbiased) in chosen.items():
-        means = {some: fmean(of_seed.values()) for some, of_seed in em.items()}
-        start = _mean([run["em_start"] for run in by_arm[world, arm] if run["em_start"] is not None]) or 0.0
-        lost = {
-            run["rate"]
-            for run in by_arm[world, arm]
-            if run["collapse_step"] is not None or run["em_halved"] or means[run["rate"]] < start
+    """Each arm at its own best learning rate, and the rates at which it is stable."""
+    evaluated = groups([run for run in runs if run["em_final"] is not None], "world", "arm")
+    means, chosen, world_best = {}, {}, {}
+    for (world, arm), same in evaluated.items():
+        em = final_ems(same)
+        means[world, arm] = {rate: fmean(of_seed.values()) for rate, of_seed in em.items()}
+        chosen[world, arm] = at_own_best(em)
+        world_best[world] = max(world_best.get(world, 0.0), *means[world, arm].values())
+    rows = []
+    for (world, arm), same in evaluated.items():
+        rate, values, unbiased = chosen[world, arm]
+        of_rate = means[world, arm]
+        failed = failed_rates(same, of_rate)
+        against = "–"
+        if arm != reference and (world, reference) in chosen:
+            against = difference(values, chosen[world, reference][1])
+        row = {
+            "world": world,
+            "arm": arm,
+            "rates run": ", ".join(of_rate),
+            "best lr": rate,
+            "n": str(len(values)),
+            "EM at own best": cell(list(values.values())) + ("" if unbiased else " *"),
+            f"minus {reference} at its own": against,
+            "stable": stable_rates(of_rate, failed, max(of_rate.values())),
+            "stable, of all": stable_rates(of_rate, failed, world_best[world]),
+            "collapsed runs, all rates": collapses(same).split(" @")[0],
         }
-        near = lambda best: (
-            ", ".join(some for some in means if some not in lost and means[some] >= best - NEAR_BEST)
-            or "none"
-        )
-        against = difference(values, references[world]) if arm != reference and world in references else "–"
-        rows.append(
-            (
-                world,
-                arm,
-                ", ".join(em),
-                rate,
-                str(len(values)),
-                cell(list(values.values())) + ("" if unbiased else " *"),
-                against,
-                near(max(means.values())),
-                near(world_best[world]),
-                collapses(by_arm[world, arm]).split(" @")[0],
-            )
-        )
-    return Table(title, header, rows)
+        rows.append(row)
+    return table_of(OWN_BEST_TITLE, rows)
 
 
 def paired(runs: Sequence[dict], reference: str | None) -> Table:
@@ -367,143 +335,47 @@ def paired(runs: Sequence[dict], reference: str | None) -> Table:
         f"**Against {reference} at the same learning rate**: mean paired difference over common seeds "
         "± 95 % t-interval."
     )
-    header = (
-        "world",
-        "lr",
-        "arm",
-        "n",
-        "EM final",
-        "EM best",
-        "final reward",
-        "fall",
-        "displacement",
-        f"collapsed: arm, {reference}",
-    )
     points = groups(runs, "world", "rate", "arm")
     rows = []
     for (world, rate, arm), same in points.items():
         others = {run["seed"]: run for run in points.get((world, rate, reference), [])}
-        common = [run for run in same if run["seed"] in others]
-        if arm == reference or not common:
+        pairs = [(run, others[run["seed"]]) for run in same if run["seed"] in others]
+        if arm == reference or not pairs:
             continue
-        cells = []
-        for name, digits in (
-            ("em_final", 2),
-            ("em_best", 2),
-            ("reward_final", 2),
-            ("reward_fall", 2),
-            ("displacement", 4),
-        ):
-            pairs = [(run[name], others[run["seed"]][name]) for run in common]
-            cells.append(
-                cell([None if None in pair else pair[0] - pair[1] for pair in pairs], digits, signed=True)
-            )
-        lost = [
-            sum(run["collapse_step"] is not None for run in some)
-            for some in (common, [others[run["seed"]] for run in common])
-        ]
-        rows.append((world, rate, arm, str(len(common)), *cells, f"{lost[0]}, {lost[1]}"))
-    return Table(title, header, rows)
+        lost = [sum(run["collapse_step"] is not None for run in some) for some in zip(*pairs, strict=True)]
+        row = {
+            "world": world,
+            "lr": rate,
+            "arm": arm,
+            "n": str(len(pairs)),
+            "EM final": paired_cell(pairs, "em_final", 2),
+            "EM best": paired_cell(pairs, "em_best", 2),
+            "final reward": paired_cell(pairs, "reward_final", 2),
+            "fall": paired_cell(pairs, "reward_fall", 2),
+            "displacement": paired_cell(pairs, "displacement", 4),
+            f"collapsed: arm, {reference}": f"{lost[0]}, {lost[1]}",
+        }
+        rows.append(row)
+    return table_of(title, rows)
 
 
-# --------------------------------------------------------------------------------------------------------
-# early warning
+def paired_cell(pairs: Sequence[tuple[dict, dict]], name: str, digits: int) -> str:
+    """The cell of the difference of one number within each pair of runs, None where either has none."""
+    values = [(one[name], other[name]) for one, other in pairs]
+    return cell([None if None in pair else pair[0] - pair[1] for pair in values], digits, signed=True)
 
 
-def recorded_phases(rows: Sequence[dict]) -> list[int]:
-    """The phase of each row as the run logged it, 0 where it logged none."""
-    return [int(row.get("phase", 0)) for row in rows]
-
-
-def onsets(phases: Sequence[int], level: int) -> list[int]:
-    """Indices at which the phase rises to `level` or above from below it."""
-    return [
-        index
-        for index, phase in enumerate(phases)
-        if phase >= level and (index == 0 or phases[index - 1] < level)
-    ]
-
-
-def warnings(
-    runs: Sequence[tuple[dict, Sequence[dict]]], phases: Sequence[Sequence[int]] | None = None
-) -> Table:
-    """How early phases 2 to 4 begin before a collapse or how late after it, and how often where none comes.
-
-    `runs` are pairs of a run and its rows, `phases` the phase of each row of each run, the logged one if
-    None. A median counts a run without a warning up to its collapse as one with none at all.
-    """
-    title = (
-        "**Early warning.** Of each phase, or a later one. Lead: steps from the start of the phase to the "
-        "collapse, median over all collapsing runs; first start, and last start up to the collapse (an "
-        "early false alarm that passed lends the first a long lead); "
-        f"before the fall: from the first start to where the reward began to lie {COLLAPSE_FALL} below its "
-        "maximum. Caught later: runs without a warning up to their collapse that got one after it, and "
-        "the median of steps between. False alarms: over the stable runs, which neither collapsed nor "
-        "halved their EM."
-    )
-    header = (
-        "phase",
-        "collapsing runs",
-        "warned",
-        "lead, first",
-        "lead, last",
-        "before the fall",
-        "caught later",
-        "by",
-        "stable runs",
-        "runs with a false alarm",
-        "false alarms",
-    )
-    if phases is None:
-        phases = [recorded_phases(rows) for _, rows in runs]
-    judged = [(run, [row["step"] for row in rows], of_run) for (run, rows), of_run in zip(runs, phases)]
-    if not any(phase for of_run in phases for phase in of_run):
-        return Table(title, header, [])
-    rows = []
-    for level, name in ((2, "2 decay"), (3, "3 acceleration"), (4, "4 collapse")):
-        leads, last_leads, fall_leads, delays, false_alarms = [], [], [], [], []
-        for run, steps, of_run in judged:
-            starts = [steps[index] for index in onsets(of_run, level)]
-            if run["collapse_step"] is None:
-                false_alarms += [] if run["em_halved"] else [len(starts)]
-                continue
-            if starts and starts[0] > run["collapse_step"]:
-                delays.append(starts[0] - run["collapse_step"])
-            starts = [step for step in starts if step <= run["collapse_step"]]
-            leads.append(run["collapse_step"] - starts[0] if starts else -math.inf)
-            last_leads.append(run["collapse_step"] - starts[-1] if starts else -math.inf)
-            fall_leads.append(run["falling_step"] - starts[0] if starts else -math.inf)
-        middle = lambda values: (
-            "–" if not values else "no warning" if median(values) == -math.inf else f"{median(values):g}"
-        )
-        num_warned = sum(lead > -math.inf for lead in leads)
-        rows.append(
-            (
-                name,
-                str(len(leads)),
-                str(num_warned),
-                middle(leads),
-                middle(last_leads),
-                middle(fall_leads),
-                str(len(delays)),
-                middle(delays),
-                str(len(false_alarms)),
-                str(sum(map(bool, false_alarms))),
-                str(sum(false_alarms)),
-            )
-        )
-    return Table(title, header, rows)
-
-
-# ---------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------
 # as text
 
 
+def markdown_line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
 def markdown(table: Table) -> str:
-    line = lambda cells: "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-    return "\n".join(
-        [table.title, "", line(table.header), line(["---"] * len(table.header)), *map(line, table.rows)]
-    )
+    lines = [markdown_line(cells) for cells in (table.header, ["---"] * len(table.header), *table.rows)]
+    return "\n".join([table.title, "", *lines])
 
 
 def csv_text(rows: Sequence[dict]) -> str:

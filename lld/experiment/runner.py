@@ -1,13 +1,12 @@
-"""Many runs as one experiment: worlds x arms x learning rates x seeds, in parallel processes, resumable,
-tabulated.
+"""Many runs as one experiment: worlds x arms x learning rates x seeds, in parallel processes, resumable.
 
-    python -m lld.experiment configs/experiments/tiny.yaml [--jobs N] [--table-only] [--out FOLDER] [--worlds
-    FOLDER]
+    python -m lld.experiment configs/experiments/tiny.yaml [--jobs N] [--table-only] [--out FOLDER]
+                                                           [--worlds FOLDER]
 
-The YAML is described in lld/experiment/grid.py. Runs lie in OUT/{world}/{arm}-lr{rate}-s{seed}, their console in a .log
-beside it, prepared worlds in OUT/worlds/{world}. Finished runs are not repeated and half-finished ones go on
-from their newest checkpoint; tables (table.md, table.csv, runs.csv) and figure.png are made from the finished
-ones.
+The YAML is described in lld/experiment/grid.py. A run lies in OUT/{world}/{arm}-lr{rate}-s{seed}, its console
+output in a .log beside it, prepared worlds in OUT/worlds/{world}. Finished runs are not repeated and
+half-finished ones go on from their newest checkpoint. Tables (table.md, table.csv, runs.csv) and figure.png
+are made from the finished runs.
 """
 
 import argparse
@@ -27,11 +26,10 @@ from lld import files
 from lld.experiment import outcomes
 from lld.experiment.figure import plot_experiment
 from lld.experiment.grid import Experiment, Run, check_made_alike, load_experiment
-from lld.record import phases
 from lld.record.runs import parse_json, printable, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
-# Runs side by side, not threads; no bars in logs
+# Parallel runs instead of threads; no progress bars in logs
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
 POLL_S = 0.5
 LOG_TAIL = 12  # lines of a failed run's log that are shown
@@ -44,7 +42,7 @@ class Job:
     log: Path
 
 
-# -------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------
 # run
 
 
@@ -54,7 +52,7 @@ def tail(log: Path, num_lines: int = LOG_TAIL) -> str:
 
 
 def stop_all(processes: Sequence[subprocess.Popen], patience_s: float = 10.0) -> None:
-    """Ends processes and their children, by force after `patience_s`."""
+    """Ends processes and their children; kills those that are left after `patience_s`."""
     for number, wait_s in ((signal.SIGTERM, patience_s), (signal.SIGKILL, None)):
         running = [process for process in processes if process.poll() is None]
         for process in running:
@@ -67,12 +65,26 @@ def stop_all(processes: Sequence[subprocess.Popen], patience_s: float = 10.0) ->
                 pass
 
 
+def start(job: Job, keep_open: tuple[int, ...]) -> subprocess.Popen:
+    """Starts a job's command in a session of its own: a Ctrl-C reaches only us, and we end it in order."""
+    job.log.parent.mkdir(parents=True, exist_ok=True)
+    with open(job.log, "a") as log:
+        return subprocess.Popen(
+            job.command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | ONE_THREAD,
+            start_new_session=True,
+            pass_fds=keep_open,
+        )
+
+
 def execute(jobs: Sequence[Job], num_jobs: int, what: str, keep_open: tuple[int, ...] = ()) -> list[str]:
     """Runs the jobs' commands, `num_jobs` at a time and one thread each; returns the names of those that
     failed.
 
-    A failure is shown with the end of its log and does not stop the others. Whatever ends this function ends
-    its children.
+    A failure is printed with the end of its log and does not stop the others. Whatever ends this function
+    ends its children. `keep_open`: file descriptors that the children inherit.
     """
     waiting, running, failed = list(jobs), {}, []
     with tqdm(total=len(jobs), desc=what, unit="job") as progress:
@@ -80,29 +92,18 @@ def execute(jobs: Sequence[Job], num_jobs: int, what: str, keep_open: tuple[int,
             while waiting or running:
                 while waiting and len(running) < num_jobs:
                     job = waiting.pop(0)
-                    job.log.parent.mkdir(parents=True, exist_ok=True)
-                    # Its own session: a Ctrl-C reaches us alone, and we end it in order
-                    with open(job.log, "a") as log:
-                        running[job] = subprocess.Popen(
-                            job.command,
-                            stdout=log,
-                            stderr=subprocess.STDOUT,
-                            env=os.environ | ONE_THREAD,
-                            start_new_session=True,
-                            pass_fds=keep_open,
-                        )
+                    running[job] = start(job, keep_open)
                     progress.set_postfix_str(", ".join(job.name for job in running))
-                for job, process in list(running.items()):
-                    if process.poll() is not None:
-                        del running[job]
-                        progress.update()
-                        if process.returncode:
-                            failed.append(job.name)
-                            progress.write(
-                                f"{job.name} failed with exit code {process.returncode}; the end of "
-                                f"{job.log}:\n{tail(job.log)}",
-                                file=sys.stderr,
-                            )
+                for job in [job for job, process in running.items() if process.poll() is not None]:
+                    code = running.pop(job).returncode
+                    progress.update()
+                    if code:
+                        failed.append(job.name)
+                        progress.write(
+                            f"{job.name} failed with exit code {code}; the end of {job.log}:\n"
+                            f"{tail(job.log)}",
+                            file=sys.stderr,
+                        )
                 time.sleep(POLL_S if running else 0)
         finally:
             stop_all(list(running.values()))
@@ -110,7 +111,7 @@ def execute(jobs: Sequence[Job], num_jobs: int, what: str, keep_open: tuple[int,
 
 
 def prepare_world(run: Run) -> int:
-    """Makes the tiny world of `run` in this process; nothing to do where it is there."""
+    """Makes the tiny world of `run` in this process unless it exists; returns the exit code."""
     import torch
 
     from lld.tinyworld import prepare
@@ -127,8 +128,8 @@ def prepare_world(run: Run) -> int:
 def run_experiment(experiment: Experiment, num_jobs: int, script: Path, prepare: Sequence[str]) -> list[str]:
     """Prepares the worlds, then runs what is not finished; returns the names of the failures.
 
-    `script` is train.py; `prepare` the command that makes a world, to which the run's name is added. The lock
-    is held by the children too: not even one left over from a killed experiment can write into a run that a
+    `script` is train.py; `prepare` the command that makes a world, to which the run's name is added. The
+    children hold the lock too: a child left over from a killed experiment cannot write into a run that a
     second experiment continues.
     """
     experiment.out.mkdir(parents=True, exist_ok=True)
@@ -141,41 +142,36 @@ def run_experiment(experiment: Experiment, num_jobs: int, script: Path, prepare:
                 "wait for it or end it"
             ) from None
         todo = [run for run in experiment.runs if not run.finished()]
-        # Any run of a world will do
-        worlds = {run.world: run for run in reversed(todo) if run.cfg.tinyworld.dir is not None}
-        jobs = [
-            Job(f"world {name}", (*prepare, run.name), experiment.out / f"world-{name}.log")
-            for name, run in reversed(worlds.items())
-        ]
+        jobs = world_jobs(experiment, todo, prepare)
         failed = execute(jobs, num_jobs, "worlds", (lock.fileno(),)) if jobs else []
-        skipped = [run for run in todo if f"world {run.world}" in failed]
-        jobs = []
-        for run in todo:
-            resume = ["--resume"] if (run.folder / "config.yaml").exists() else []
-            if run not in skipped:
-                jobs.append(
-                    Job(
-                        run.name,
-                        (
-                            sys.executable,
-                            str(script),
-                            "--config",
-                            str(experiment.base),
-                            *resume,
-                            *run.overrides,
-                        ),
-                        run.log,
-                    )
-                )
+        ready = [run for run in todo if f"world {run.world}" not in failed]
+        jobs = [Job(run.name, train_command(run, experiment.base, script), run.log) for run in ready]
         print(
             f"{len(experiment.runs)} runs: {len(experiment.runs) - len(todo)} finished, {len(jobs)} to do, "
-            f"{len(skipped)} without a world",
+            f"{len(todo) - len(ready)} without a world",
             file=sys.stderr,
         )
         return failed + execute(jobs, num_jobs, "runs", (lock.fileno(),))
 
 
-# ----------------------------------------------------------------------------------------------------------------
+def world_jobs(experiment: Experiment, todo: Sequence[Run], prepare: Sequence[str]) -> list[Job]:
+    """A job for each tiny world that a run of `todo` needs, named by the first of its runs."""
+    first: dict[str, Run] = {}
+    for run in todo:
+        if run.cfg.tinyworld.dir is not None:
+            first.setdefault(run.world, run)
+    return [
+        Job(f"world {name}", (*prepare, run.name), experiment.out / f"world-{name}.log")
+        for name, run in first.items()
+    ]
+
+
+def train_command(run: Run, base: Path, script: Path) -> tuple[str, ...]:
+    resume = ["--resume"] if (run.folder / "config.yaml").exists() else []
+    return (sys.executable, str(script), "--config", str(base), *resume, *run.overrides)
+
+
+# ----------------------------------------------------------------------------------------------------
 # tables
 
 
@@ -191,28 +187,25 @@ def write_tables(experiment: Experiment, title: str) -> str:
     finished = [run for run in experiment.runs if run.finished()]
     if not finished:
         raise ValueError(f"no run of this experiment has finished in {experiment.out}")
-    # A run that went on for longer is read up to here
-    rows = {run.folder: read_metrics(run.folder)[: run.steps] for run in finished}
-    runs = []
+    curves = []
     for run in finished:
+        # A run that went on for longer is read up to here
+        rows = read_metrics(run.folder)[: run.steps]
         about = {"world": run.world, "arm": run.arm, "rate": run.rate, "seed": run.seed, "steps": run.steps}
-        runs.append(about | outcomes.describe_run(rows[run.folder], run.cfg.eval.during_training[0]))
+        curves.append((about | outcomes.describe_run(rows, run.cfg.eval.during_training[0]), rows))
+    runs = [run for run, _ in curves]
     commits = sorted({commit_of(run.folder / "run.json") for run in finished} - {""})
     seeds = sorted({run.seed for run in finished})
     head = (
         f"{title}, base `{experiment.base}`: {len(finished)} of {len(experiment.runs)} runs finished, "
         f"seeds {', '.join(map(str, seeds))}, commit {', '.join(commits) or 'unknown'}."
     )
-    sections = [
+    tables = [
         outcomes.by_rate(runs),
         outcomes.own_best(runs, experiment.reference),
         outcomes.paired(runs, experiment.reference),
     ]
-    curves = [(about, rows[run.folder]) for about, run in zip(runs, finished)]
-    # Today's rule, whatever rule they logged
-    today = [phases.detect(rows[run.folder], run.cfg.optim.updates_per_rollout) for run in finished]
-    sections.append(outcomes.warnings(curves, today))
-    text = "\n\n".join([head, *[outcomes.markdown(table) for table in sections if table.rows]]) + "\n"
+    text = "\n\n".join([head, *[outcomes.markdown(table) for table in tables if table.rows]]) + "\n"
     (experiment.out / "table.md").write_text(text)
     (experiment.out / "table.csv").write_text(outcomes.csv_text(outcomes.aggregate_rows(runs)))
     (experiment.out / "runs.csv").write_text(outcomes.csv_text(runs))
@@ -220,7 +213,7 @@ def write_tables(experiment: Experiment, title: str) -> str:
     return text
 
 
-def main(argv: list[str] | None = None, script: Path = ROOT / "train.py") -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m lld.experiment", description="Runs and tabulates an experiment."
     )
@@ -237,30 +230,36 @@ def main(argv: list[str] | None = None, script: Path = ROOT / "train.py") -> int
     parser.add_argument(
         "--prepare", metavar="RUN", help="only make the world of that run, named WORLD/ARM-lrRATE-sSEED"
     )
-    args = parser.parse_args(argv)
+    return parser
+
+
+def run_command(experiment: Experiment, args: argparse.Namespace, script: Path) -> list[str]:
+    """`run_experiment` as the command line asks for it; SIGTERM ends it like Ctrl-C."""
+    if args.jobs < 1:
+        raise ValueError(f"--jobs {args.jobs}: must be at least 1")
+    where = ["--out", str(experiment.out)] + (["--worlds", args.worlds] if args.worlds else [])
+    prepare = [sys.executable, "-m", "lld.experiment", args.experiment, *where, "--prepare"]
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return run_experiment(experiment, args.jobs, script, prepare)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def main(argv: list[str] | None = None, script: Path = ROOT / "train.py") -> int:
+    """The exit code: 0, 1 if a run failed, 2 for a mistake of the user, 7 for a full disk, 130 for Ctrl-C."""
+    args = make_parser().parse_args(argv)
     try:
         experiment = load_experiment(args.experiment, args.out, args.worlds)
         if args.prepare:
-            named = {run.name: run for run in experiment.runs}
-            if args.prepare not in named:
-                raise ValueError(f"--prepare {args.prepare}: no such run (the first is {next(iter(named))})")
-            return prepare_world(named[args.prepare])
-        check_made_alike(experiment.runs)
-        failed = []
-        if not args.table_only:
-            if args.jobs < 1:
-                raise ValueError(f"--jobs {args.jobs}: must be at least 1")
-            where = ["--out", str(experiment.out)] + (["--worlds", args.worlds] if args.worlds else [])
-            before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C
-            try:
-                failed = run_experiment(
-                    experiment,
-                    args.jobs,
-                    script,
-                    [sys.executable, "-m", "lld.experiment", args.experiment, *where, "--prepare"],
+            by_name = {run.name: run for run in experiment.runs}
+            if args.prepare not in by_name:
+                raise ValueError(
+                    f"--prepare {args.prepare}: no such run (the first is {next(iter(by_name))})"
                 )
-            finally:
-                signal.signal(signal.SIGTERM, before)
+            return prepare_world(by_name[args.prepare])
+        check_made_alike(experiment.runs)
+        failed = [] if args.table_only else run_command(experiment, args, script)
         print(write_tables(experiment, Path(args.experiment).stem))
         print(f"tables and figure are in {experiment.out}", file=sys.stderr)
     except ValueError as error:

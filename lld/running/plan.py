@@ -739,7 +739,7 @@ def is_first_process() -> bool:
 
 
 def main(cfg: config.Config) -> int:
-    """`train.py --plan`: prints the plan on the first process; returns the exit code, 2 if it does not fit."""
+    """`train.py --plan`: prints the plan on the first process; returns 2 if it does not fit, else 0."""
     shape, setup = read_shape(cfg), read_setup(cfg)
     refuse_combination(cfg, setup)
     lines = [format_plan(cfg, shape, setup), ""]
