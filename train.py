@@ -325,7 +325,7 @@ def learn(
     rewards_PG = torch.tensor(rewards).view(-1, cfg.rollout.group_size)
     batch = collate(
         episodes,
-        group_advantages(rewards_PG, normalize_std=cfg.advantage.normalize_std),
+        group_advantages(rewards_PG, cfg.advantage),
         parts.tokenizer.pad_token_id,
     )
     row = {

@@ -94,6 +94,7 @@ class Reward:
 
 @dataclass(frozen=True)
 class Advantage:
+    kind: Literal[keys_of("advantages", "ADVANTAGES")] = "grpo"
     normalize_std: bool = True
 
 
@@ -109,7 +110,7 @@ class Loss:
     # Whose log pi_old the ratio divides by; LLDS and the displacement metrics always use the trainer's
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
     lld_weight: float = 0.2  # lambda; 0 is plain GRPO
-    lld_gate: Literal["token", "response", "action"] = "action"
+    lld_gate: Literal[keys_of("loss", "GATES")] = "action"
     lld_preserve: Literal["nonnegative", "positive"] = "nonnegative"
     # Fall in log-likelihood that LLDS ignores, in nats a token; bf16 rounding alone causes .001
     lld_tolerance: float = 0.0

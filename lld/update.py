@@ -111,7 +111,7 @@ def minibatch_counts(batch: Batch, rows: list[int], preserve: str) -> dict[str, 
     """Denominators of one optimizer step: its rows, the model's tokens in them, and those of the preserving
     set."""
     tokens_B = (batch.action_ids_BT[rows] > 0).sum(1)
-    preserved_B = batch.advantages_B[rows] >= 0 if preserve == "nonnegative" else batch.advantages_B[rows] > 0
+    preserved_B = loss.preserved_rows(batch.advantages_B[rows], preserve)
     return {"rows": len(rows), "tokens": int(tokens_B.sum()), "preserved": int(tokens_B[preserved_B].sum())}
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lld.advantages import group_advantages
+from lld.config import Advantage
 
 
 def test_numbers_by_hand():
@@ -14,14 +15,16 @@ def test_numbers_by_hand():
     rewards_PG = torch.tensor([[1.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
     expected_PG = torch.tensor([[0.75, -0.25, -0.25, -0.25]], dtype=torch.float64)
     torch.testing.assert_close(group_advantages(rewards_PG), expected_PG / (0.5 + 1e-6), rtol=0, atol=1e-12)
-    torch.testing.assert_close(group_advantages(rewards_PG, normalize_std=False), expected_PG, rtol=0, atol=0)
+    torch.testing.assert_close(
+        group_advantages(rewards_PG, Advantage(normalize_std=False)), expected_PG, rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("normalize_std", [True, False])
 def test_agrees_with_a_python_loop_and_groups_do_not_mix(dtype, normalize_std):
     rewards_PG = torch.rand(6, 5, generator=torch.Generator().manual_seed(0), dtype=dtype)
-    advantages_PG = group_advantages(rewards_PG, normalize_std=normalize_std)
+    advantages_PG = group_advantages(rewards_PG, Advantage(normalize_std=normalize_std))
     assert advantages_PG.dtype == dtype
     for rewards, advantages in zip(rewards_PG.tolist(), advantages_PG.tolist(), strict=True):
         mean = sum(rewards) / 5
@@ -41,7 +44,7 @@ def test_epsilon_is_added_to_the_std_and_not_inside_its_root():
 @pytest.mark.parametrize("group_size", [2, 3, 5, 7, 10, 11, 49])
 def test_a_constant_group_is_exactly_zero_though_its_mean_is_off_by_the_last_bit(normalize_std, group_size):
     rewards_PG = torch.linspace(-1, 1, 201)[:, None].repeat(1, group_size)
-    assert (group_advantages(rewards_PG, normalize_std=normalize_std) == 0).all()
+    assert (group_advantages(rewards_PG, Advantage(normalize_std=normalize_std)) == 0).all()
 
 
 def test_the_constant_groups_would_not_be_zero_without_care():
@@ -62,6 +65,6 @@ def test_a_small_real_difference_is_kept():
 
 
 def test_integer_rewards_and_groups_of_one():
-    assert group_advantages(torch.tensor([[1, 0]]), normalize_std=False).tolist() == [[0.5, -0.5]]
+    assert group_advantages(torch.tensor([[1, 0]]), Advantage(normalize_std=False)).tolist() == [[0.5, -0.5]]
     with pytest.raises(ValueError, match="groups of 1 episodes have no advantage.*group_size 2 or more"):
         group_advantages(torch.ones(3, 1))

@@ -153,7 +153,7 @@ def test_the_defaults_are_the_papers():
         ({"run": {"trackers": "wandb"}}, "run.trackers = 'wandb': must be tuple[str, ...], not str"),
         (
             {"loss": {"lld_gate": "turn"}},
-            "loss.lld_gate = 'turn': must be one of 'token', 'response', 'action'",
+            "loss.lld_gate = 'turn': must be one of 'token', 'action', 'response'",
         ),
         (
             {"optim": {"updates_per_rollout": 7}},

@@ -9,8 +9,8 @@ from conftest import ROOT
 # A room is a module or a folder of lld/, or a program. It may import from rooms above its own line or on it,
 # never from one below.
 FLOORS = (
-    {"config", "protocol", "advantages", "files"},
-    {"rules", "episode", "loss", "model", "tools"},
+    {"config", "tools", "protocol", "advantages", "files"},
+    {"rules", "episode", "loss", "model"},
     {"settings", "data", "reward", "policy", "engine"},
     {"retrieval", "rollout", "update"},
     {"record"},

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lld.config import Loss
-from lld.loss import answer_beta, answer_weights, gate_BT, kl_terms, lld_terms, surrogate_terms
+from lld.loss import answer_beta, answer_weights, kl_terms, lld_gate, lld_terms, surrogate_terms
 
 GATES = ("token", "response", "action")
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
@@ -180,7 +180,7 @@ def test_gates_agree_with_a_loop(gate):
     for seed in range(6):
         logprobs_BT, old_BT, _, _, ids_BT, _ = ragged(seed)
         assert torch.equal(
-            gate_BT(old_BT - logprobs_BT, ids_BT, gate), naive_gates(old_BT - logprobs_BT, ids_BT, gate)
+            lld_gate(old_BT - logprobs_BT, ids_BT, gate), naive_gates(old_BT - logprobs_BT, ids_BT, gate)
         )
 
 
@@ -189,7 +189,7 @@ def test_a_gate_does_not_depend_on_the_order_of_its_sum(gate):
     """.5 + 1e-9 - .5 is 0 in float32 if taken from the left and 1e-9 if the last two come first; a GPU takes
     them as they come."""
     for order in ([0.5, 1e-9, -0.5], [0.5, -0.5, 1e-9]):
-        assert gate_BT(torch.tensor([order]), torch.ones(1, 3, dtype=torch.long), gate).all()
+        assert lld_gate(torch.tensor([order]), torch.ones(1, 3, dtype=torch.long), gate).all()
 
 
 @pytest.mark.parametrize("dtype, atol", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
@@ -246,7 +246,7 @@ def test_lld_by_hand(gate):
     torch.testing.assert_close(value_BT, expected_BT, rtol=0, atol=1e-12)
     # d(old - new)/d new = -1 where the term is on
     assert torch.equal(gradient_BT, -(expected_BT > 0).double())
-    assert gate_BT(DELTA_BT, IDS_BT, gate).int().tolist() == GATE_BY_HAND[gate]
+    assert lld_gate(DELTA_BT, IDS_BT, gate).int().tolist() == GATE_BY_HAND[gate]
 
 
 # The same places with falls .5 -.25 | -.125 .875 and .25 .75 (9) -1. With a tolerance of .25 nats a token the
@@ -608,7 +608,7 @@ def test_penalty_pulls_fallen_tokens_up_and_nothing_flows_into_old_advantages_or
     lld_terms(new_BT, old_BT, advantages_B, IDS_BT, gate=gate).sum().backward()
     assert old_BT.grad is None and advantages_B.grad is None
     assert torch.equal(new_BT.grad, -torch.tensor(BY_HAND[gate]).gt(0).double())
-    assert not gate_BT(DELTA_BT.clone().requires_grad_(), IDS_BT, gate).requires_grad
+    assert not lld_gate(DELTA_BT.clone().requires_grad_(), IDS_BT, gate).requires_grad
 
 
 @pytest.mark.parametrize("kind", ["grpo", "gspo"])
@@ -691,7 +691,7 @@ def test_rows_without_any_token_of_the_model_are_zero():
 def test_as_many_actions_as_tokens_and_narrow_integers_fit_the_gate():
     ids_BT = torch.arange(1, 6, dtype=torch.int32)[None]
     delta_BT = torch.tensor([[1.0, -1.0, 1.0, -1.0, 1.0]])
-    assert gate_BT(delta_BT, ids_BT, "action").tolist() == [[True, False, True, False, True]]
+    assert lld_gate(delta_BT, ids_BT, "action").tolist() == [[True, False, True, False, True]]
 
 
 def test_unknown_words_are_refused():

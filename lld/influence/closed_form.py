@@ -320,7 +320,7 @@ def play(lm, tokenizer, questions: list[Question], search: Search, cfg: Config) 
     rewards_PG = torch.tensor(score_episodes(episodes, tokenizer, cfg.reward)).view(
         len(questions), options.group_size
     )
-    advantages_PG = group_advantages(rewards_PG, normalize_std=cfg.advantage.normalize_std)
+    advantages_PG = group_advantages(rewards_PG, cfg.advantage)
     groups = [
         (episodes[p * options.group_size : (p + 1) * options.group_size], advantages_PG[p])
         for p in range(len(questions))

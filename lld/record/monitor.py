@@ -11,7 +11,7 @@ import dataclasses
 import torch
 
 from lld.episode import PARTS, Batch, Episode
-from lld.loss import MAX_LOG_RATIO, gate_BT
+from lld.loss import GATES, MAX_LOG_RATIO, lld_gate
 from lld.reward import exact_match
 from lld.update import Scores
 
@@ -119,8 +119,8 @@ def gates(
         return {}
     fall_RT = anchor_BT[preserved] - new_BT[preserved] - tolerance
     row = {}
-    for gate in ("token", "action", "response"):
-        open_RT = gate_BT(fall_RT, action_ids_RT, gate)
+    for gate in GATES:
+        open_RT = lld_gate(fall_RT, action_ids_RT, gate)
         row[f"gate/{gate}/open"] = float(open_RT.sum()) / num_tokens
         row[f"gate/{gate}/penalty"] = (
             float(torch.where(open_RT, fall_RT.relu(), 0.0).sum(dtype=torch.float64)) / num_tokens

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from lld.episode import Batch, Episode, Question, Turn
-from lld.loss import gate_BT
+from lld.loss import GATES, lld_gate
 from lld.protocol import Passage
 from lld.reward import exact_match
 from lld.update import Scores
@@ -96,10 +96,7 @@ def describe(
     log-probabilities (None where the model did not write it) and gates. The gates are those of LLDS's anchor
     -> new, whatever the advantage."""
     fall_RT = scores.anchor_BT[rows] - scores.new_BT[rows] - lld_tolerance
-    gates = {
-        gate: gate_BT(fall_RT, batch.action_ids_BT[rows], gate).int().tolist()
-        for gate in ("token", "action", "response")
-    }
+    gates = {gate: lld_gate(fall_RT, batch.action_ids_BT[rows], gate).int().tolist() for gate in GATES}
     tables = {
         "sampled": batch.sampled_logprobs_BT,
         "old": scores.old_BT,

@@ -62,7 +62,7 @@ def play(cfg, tokenizer, lm, half: bool) -> Batch:
             step=0,
         )
     rewards_PG = torch.tensor(score_episodes(episodes, tokenizer, cfg.reward)).view(-1, options.group_size)
-    return collate(episodes, group_advantages(rewards_PG, normalize_std=True), tokenizer.pad_token_id)
+    return collate(episodes, group_advantages(rewards_PG), tokenizer.pad_token_id)
 
 
 @torch.no_grad()
@@ -117,9 +117,9 @@ def open_tokens(
     error_N = (fall_BT - true_BT)[rows][written_RT].abs()
     for tolerance in TOLERANCES:
         cells = []
-        for gate in ("token", "action", "response"):
+        for gate in loss.GATES:
             seen_RT, true_RT = (
-                loss.gate_BT(some_BT[rows] - tolerance, ids_RT, gate) for some_BT in (fall_BT, true_BT)
+                loss.lld_gate(some_BT[rows] - tolerance, ids_RT, gate) for some_BT in (fall_BT, true_BT)
             )
             cells.append(f"{percent(seen_RT):.0f}, {percent(seen_RT & ~true_RT):.0f}, {percent(true_RT):.0f}")
         print(
