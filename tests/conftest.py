@@ -7,6 +7,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests start several processes on few cores
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import fcntl
+import shutil
 import signal
 import sys
 import tempfile
@@ -24,6 +26,10 @@ ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"
 sys.path.insert(0, str(ROOT))
 
+# What takes longest comes first, so that no worker is left alone with it at the end.
+# test_train makes the world that test_survive, test_sharding and test_faults wait for.
+LONG_FILES = ("test_train", "test_index", "test_survive", "test_sharding", "test_faults", "test_cuda_paths")
+
 TEXTS = [
     "<think> I need to find it. </think> <search> who wrote it </search>",
     '<information>Doc 1(Title: "Ada") Ada was born in Arden.</information>',
@@ -36,6 +42,15 @@ TEXTS = [
         "</search>."
     ),
 ] * 50
+
+
+def pytest_configure(config):
+    config.option.loadscopereorder = False  # xdist would order files by their number of tests
+
+
+def pytest_collection_modifyitems(items):
+    places = {name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 def make_tokenizer(vocab_size: int = 400, chat: bool = False):
@@ -123,12 +138,28 @@ def search():
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory):
-    """A folder with a finished run "whole" of tests/test_train.py; the world in it serves all other runs."""
+def first_run(tmp_path_factory) -> Path:
+    """A finished run "whole" of tests/test_train.py and its world, made once for all workers."""
     from test_train import run, write_config
 
-    folder = tmp_path_factory.mktemp("train")
-    done = run(write_config(folder, "whole"), 'run.trackers=["tensorboard"]')
-    assert done.returncode == 0, done.stderr[-3000:]
-    (folder / "whole.txt").write_text(done.stderr + done.stdout)
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # each worker has a folder of its own in it
+    folder = base / "first_run"
+    with open(base / "first_run.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "whole.txt").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            done = run(write_config(folder, "whole"), 'run.trackers=["tensorboard"]')
+            assert done.returncode == 0, done.stderr[-3000:]
+            (folder / "whole.txt").write_text(done.stderr + done.stdout)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(first_run, tmp_path_factory) -> Path:
+    """A folder for the runs of one file of tests, with its own copy of the world."""
+    folder = tmp_path_factory.mktemp("runs")
+    shutil.copytree(first_run / "world", folder / "world")
     return folder

@@ -1,17 +1,6 @@
-"""Makes two optimizer steps on fixed episodes and saves their gradients; run alone or under `accelerate
-launch`.
-
-python tests/gradients.py OUT MICRO_BATCH_SIZE [section.option=value …]
-"""
-
-import sys
-from pathlib import Path
+"""Two optimizer steps on fixed episodes, and their gradients."""
 
 import torch
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-
-import yaml
 from accelerate import Accelerator
 from conftest import make_lm, make_tokenizer
 
@@ -114,13 +103,3 @@ def two_steps(options: dict, micro_batch_size: int | None, advantages_PG=None):
         summarize_updates(update_rows) | describe(batch, scores, episodes, cfg),
         accelerator,
     )
-
-
-if __name__ == "__main__":
-    out, micro_batch_size, *overrides = sys.argv[1:]
-    for override in overrides:
-        name, value = override.split("=")
-        OPTIONS[name.split(".")[0]][name.split(".")[1]] = yaml.safe_load(value)
-    gradients, metrics, accelerator = two_steps(OPTIONS, int(micro_batch_size))
-    if accelerator.is_main_process:
-        torch.save({"gradients": gradients, "metrics": metrics, "processes": accelerator.num_processes}, out)

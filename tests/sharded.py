@@ -20,7 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, gather_object
 from conftest import make_lm, make_tokenizer
-from gradients import OPTIONS, make_episodes
+from gradients import OPTIONS, make_episodes, two_steps
 from test_train import write_config
 from torch.distributed.tensor import DTensor
 
@@ -298,6 +298,7 @@ def main(folder: Path) -> None:
     }
     found |= {
         "processes": accelerator.num_processes,
+        "two steps": {size: two_steps(OPTIONS, size)[:2] for size in (1, 4)},
         "bf16": in_bf16(accelerator),
         "checkpoint": optimizer_and_checkpoint(accelerator, folder / "unit"),
     }

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import ROOT, make_lm
 
+import train
 from lld import config, settings
 from lld.engine import engine
 from lld.model import attention
@@ -267,29 +268,20 @@ def test_an_unknown_model_is_named_with_the_remedy():
         plan.read_shape(load("3b", "model.path=nobody/nothing"))
 
 
-def test_the_command_prints_and_exits(tmp_path):
+def test_the_command_prints_and_exits(tmp_path, capsys, monkeypatch):
+    command = ["--config", str(ROOT / "configs" / "7b.yaml"), "--plan"]
     env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-
-    def call(*options):
-        return subprocess.run(
-            [
-                sys.executable,
-                str(ROOT / "train.py"),
-                "--config",
-                str(ROOT / "configs" / "7b.yaml"),
-                "--plan",
-                *options,
-            ],
-            env=env,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
-
-    assert (done := call(*ON_8)).returncode == 0 and "Fits: " in done.stdout, done.stderr
-    assert (
-        done := call("plan.gpus=1", "plan.gpu_memory_gb=80")
-    ).returncode == 2 and "Does not fit" in done.stdout
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *command, *ON_8],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "Fits: " in done.stdout, done.stderr
+    monkeypatch.chdir(tmp_path)
+    assert train.main([*command, "plan.gpus=1", "plan.gpu_memory_gb=80"]) == 2
+    assert "Does not fit" in capsys.readouterr().out
     assert not any(tmp_path.glob("runs*"))  # nothing was begun
 
 

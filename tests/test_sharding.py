@@ -12,6 +12,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 from conftest import ROOT, make_tokenizer
+from gradients import OPTIONS, two_steps
 from sharded import CASES, SPREAD, STEPS, begun_elsewhere, make_episodes, new_lm, small, three_steps
 from test_train import draw_nothing, refused, rows
 from transformers import AutoModelForCausalLM
@@ -29,12 +30,6 @@ LAUNCH = [
     "--config_file",
     str(ROOT / "configs" / "accelerate" / "cpu-2.yaml"),
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A world of its own, which the first run in it makes."""
-    return tmp_path_factory.mktemp("sharding")
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +78,17 @@ def test_three_steps_have_the_gradients_of_one_process(found, alone, case, kind)
         assert (two[name] - one[name]).abs().max() < 1e-5
     for name, value in one["metrics"].items():
         assert two["metrics"][name] == pytest.approx(value, abs=1e-5, rel=1e-5), name
+
+
+def test_two_processes_give_the_same_gradient(found):
+    """With micro-batches that do not pair up between them."""
+    whole, metrics, _ = two_steps(OPTIONS, 12)
+    for size in (1, 4):
+        gradients, two_metrics = found["two steps"][size]
+        assert found["processes"] == 2
+        assert max(relative(two, one) for two, one in zip(gradients, whole, strict=True)) < 1e-6
+        for name, value in metrics.items():
+            assert two_metrics[name] == pytest.approx(value, abs=1e-6, rel=1e-6), name
 
 
 def test_the_cases_are_what_they_say():

@@ -796,7 +796,7 @@ def test_a_log_with_holes_is_refused_by_name(folder, undisturbed, capsys):
 
 def test_the_sentinel_is_in_the_checkpoint(folder, capsys, monkeypatch):
     """Resumed, a run goes on with it; it needs no file of its own that could be lost."""
-    monkeypatch.setattr(train.monitor, "is_right", lambda episode: True)
+    monkeypatch.setattr("lld.record.sentinel.is_right", lambda episode: True)
     for name in ("sentinel", "sentinel_cut"):
         config = small(folder, name, monitor={"sentinel_every": 1, "sentinel_size": 3}, eval={"every": 0})
         with monkeypatch.context() as patch:

@@ -84,6 +84,11 @@ def rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.fixture(scope="module")
+def folder(first_run):
+    return first_run
+
+
 def test_a_run_leaves_what_it_promises(folder):
     whole = folder / "whole"
     logged = rows(whole)

@@ -3,10 +3,6 @@ named."""
 
 import dataclasses
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,8 +16,6 @@ from lld.episode import ANSWER, collate
 from lld.policy import Policy
 from lld.record import monitor
 from lld.update import learning_rate, micro_batches, plan_updates, score_batch, update_policy
-
-HERE = Path(__file__).parent
 
 
 def relative(found, wanted):
@@ -215,30 +209,6 @@ def test_rows_are_scored_in_the_micro_batches_of_their_update():
     assert all(
         torch.equal(scored, learned) for scored, learned in zip(asked[False][4:], asked[True], strict=True)
     )
-
-
-def test_two_processes_give_the_same_gradient(tmp_path):
-    """Two processes over gloo, with micro-batches that do not pair up between them.
-
-    torchrun, because `accelerate launch --cpu --num_processes 2` (1.15) starts a single process unless MPI is
-    there.
-    """
-    whole, metrics, _ = two_steps(OPTIONS, 12)
-    for size in (1, 4):
-        out = tmp_path / f"{size}.pt"
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-        done = subprocess.run(
-            [*launch, str(HERE / "gradients.py"), str(out), str(size)],
-            capture_output=True,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-        saved = torch.load(out, weights_only=True)
-        assert saved["processes"] == 2
-        assert max(relative(s, w) for s, w in zip(saved["gradients"], whole, strict=True)) < 1e-6
-        for name, value in metrics.items():
-            assert saved["metrics"][name] == pytest.approx(value, abs=1e-6, rel=1e-6), name
 
 
 @pytest.mark.parametrize("aggregation, normalizer", [("sequence_mean", "preserved"), ("token_mean", "all")])
