@@ -472,7 +472,7 @@ def build(
     dtype = optimizers.weight_dtype(cfg.optim, accelerator.mixed_precision)
     twin = (
         sharding.rollout_copy(lm, accelerator)
-        if box is None and (sharded or accelerator.mixed_precision == "bf16" and dtype == torch.float32)
+        if box is None and (sharded or (accelerator.mixed_precision == "bf16" and dtype == torch.float32))
         else None
     )
     if cfg.model.gradient_checkpointing:
@@ -667,7 +667,9 @@ def play(parts: Parts, cfg: config.Config, step: int) -> tuple[list[Episode], di
     kept, failures, empty = sort_groups(groups)
     if len(failures) > options.max_failed_groups * len(questions):
         return [], {}, failures[0]
-    if len(empty) > MAX_EMPTY_GROUPS * len(questions) or empty and len(kept) < cfg.optim.updates_per_rollout:
+    if len(empty) > MAX_EMPTY_GROUPS * len(questions) or (
+        empty and len(kept) < cfg.optim.updates_per_rollout
+    ):
         return (
             [],
             {},
@@ -766,8 +768,7 @@ def is_due(parts: Parts, cfg: config.Config, num_steps: int) -> bool:
         last
         or parts.owed
         or num_steps % cfg.run.save_every == 0
-        or parts.best is not None
-        and parts.best[1] == num_steps
+        or (parts.best is not None and parts.best[1] == num_steps)
     )
     parts.owed = wanted and parts.idle_steps > 0 and not last
     return wanted and not parts.owed

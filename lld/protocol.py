@@ -129,7 +129,7 @@ def control_tokens(tokenizer, added: bool = True) -> re.Pattern:
     known = [
         token
         for token in tokenizer.added_tokens_decoder.values()
-        if token.special or added and _MARKUP.fullmatch(str(token).strip())
+        if token.special or (added and _MARKUP.fullmatch(str(token).strip()))
     ]
     texts = {*tokenizer.all_special_tokens, *map(str, known)}
     # The tokenizer looks for some of them in normalized text, after normalizing them too.

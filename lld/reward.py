@@ -73,7 +73,7 @@ def valid_format(turn_texts: Sequence[str], observations: Sequence[str], *, eos:
     assert len(turn_texts) == len(observations), "one observation a turn, '' for none"
     if not turn_texts:
         return False
-    for index, (text, observation) in enumerate(zip(turn_texts, observations)):
+    for index, (text, observation) in enumerate(zip(turn_texts, observations, strict=True)):
         turn = _TURN.fullmatch(text.rstrip().removesuffix(eos))
         is_last = index == len(turn_texts) - 1
         if turn is None or (turn[1] == "answer") != is_last:

@@ -221,7 +221,7 @@ def update_policy(
     policy.train()
     update_rows = []
     rows_of = [sorted(row for share in shares for row in share) for shares in plan]
-    for shares, rows_of_step in zip(plan, rows_of):
+    for shares, rows_of_step in zip(plan, rows_of, strict=True):
         counts = minibatch_counts(batch, rows_of_step, cfg.loss.lld_preserve)
         runs_of = [micro_batches(share, batch, cfg.optim) for share in shares]
         runs, most = runs_of[accelerator.process_index], max(map(len, runs_of))
@@ -256,7 +256,9 @@ def update_policy(
                 # DDP and FSDP2 average gradients over processes; the denominators already count all of them.
                 accelerator.backward(row_losses_B.sum() * accelerator.num_processes)
             finite_B = row_losses_B.isfinite()
-            suspects += [batch.names[row] for row, fine in zip(rows, finite_B.tolist()) if not fine]
+            suspects += [
+                batch.names[row] for row, fine in zip(rows, finite_B.tolist(), strict=True) if not fine
+            ]
             # A row that is not finite is named, not averaged
             mask_BT = (part["action_ids_BT"] > 0) & finite_B[:, None]
             means.add("loss", row_losses_B.detach() * counts["rows"], mask_BT.any(1))
@@ -315,5 +317,5 @@ class Means:
         """Means over all processes; a mean over nothing is absent."""
         names = sorted(self.sums)
         pairs = accelerator.reduce(torch.stack([self.sums[name] for name in names]), "sum").tolist()
-        metrics = {name: total / count for name, (total, count) in zip(names, pairs) if count}
+        metrics = {name: total / count for name, (total, count) in zip(names, pairs, strict=True) if count}
         return metrics

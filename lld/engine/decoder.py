@@ -81,7 +81,7 @@ class SlotCache:
     def move_rows(self, moves: list[tuple[int, int, int]]) -> None:
         """Copies (source, target, tokens) rows, all at once: a target may be another's source."""
         held = [self.state[:, :, source, :length].clone() for source, _, length in moves]
-        for (_, target, length), row in zip(moves, held):
+        for (_, target, length), row in zip(moves, held, strict=True):
             self.state[:, :, target, :length] = row
 
     # transformers asks this of a cache; the mask and positions it would derive from it are always given.
@@ -102,7 +102,9 @@ class Decoder:
         self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.num_kv, self.angles_T21D = config.num_key_value_heads, torch.empty(0)
         if self.direct:
-            self.qkv, self.gate_up = zip(*(map(joined, neighbours(layer)) for layer in self.base.layers))
+            self.qkv, self.gate_up = zip(
+                *(map(joined, neighbours(layer)) for layer in self.base.layers), strict=True
+            )
         else:
             lm.set_attn_implementation(attention.NAME)
 

@@ -274,12 +274,12 @@ class Engine:
         wanted = sorted(states)
         if states != wanted:
             holes = {state: [] for state in (RUNNING, READY, PARKED, FREE)}
-            for row, (state, want) in enumerate(zip(states, wanted)):
+            for row, (state, want) in enumerate(zip(states, wanted, strict=True)):
                 if state != want:
                     holes[want].append(row)
             moves = [
                 (row, holes[state].pop())
-                for row, (state, want) in enumerate(zip(states, wanted))
+                for row, (state, want) in enumerate(zip(states, wanted, strict=True))
                 if state != want
             ]
             rows = list(self.rows)
@@ -318,7 +318,7 @@ class Engine:
             tokens, ends = self._fill_up(len(sequences))
         else:
             tokens = [token for sequence in sequences for token in sequence.unread]
-            ends = [sequence.length + count for sequence, count in zip(sequences, counts)]
+            ends = [sequence.length + count for sequence, count in zip(sequences, counts, strict=True)]
         self.cache.reserve(max(ends))
         bits = [sequence.uniforms[len(sequence.token_ids)] for sequence in sequences]
         told = self._to_device([*tokens, *ends, *counts, *bits])
@@ -333,7 +333,7 @@ class Engine:
                 spans = Spans(ends, counts, ends_A, counts_R, dtype)
             hidden_RC = self.decoder(tokens_N, spans, self.cache)
             logits_RV = head_logits(hidden_RC, self.lm.get_output_embeddings())
-        for sequence, count in zip(sequences, counts):
+        for sequence, count in zip(sequences, counts, strict=True):
             sequence.length += count
             sequence.state, sequence.unread = RUNNING, []
         self.num_fed += sum(counts)
@@ -359,7 +359,7 @@ class Engine:
     ) -> list[Stopped]:
         stopped = []
         drawn = sample_tokens(logits_SV, uniforms_S, self.temperature, self.top_p)
-        for sequence, (token, logprob) in zip(sequences, drawn):
+        for sequence, (token, logprob) in zip(sequences, drawn, strict=True):
             sequence.token_ids.append(token)
             sequence.logprobs.append(logprob)
             sequence.unread = [token]

@@ -7,7 +7,7 @@ lies behind in the cache: each writes to its own first free position, which its 
 before anything reads it.
 """
 
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 

@@ -29,10 +29,10 @@ def sample_tokens(
         return _to_host(*_invert_cdf(logits_SV, uniforms_S))
     for num_sorted in (TOP, logits_SV.shape[-1]):
         nucleus_SV, held_S1 = _nucleus(logits_SV, top_p, min(num_sorted, logits_SV.shape[-1]))
-        *drawn, held = zip(*_to_host(*_invert_cdf(nucleus_SV, uniforms_S), held_S1))
+        *drawn, held = zip(*_to_host(*_invert_cdf(nucleus_SV, uniforms_S), held_S1), strict=True)
         if all(held):
             break
-    return list(zip(*drawn))
+    return list(zip(*drawn, strict=True))
 
 
 def _to_host(token_S1: torch.Tensor, *columns_S1: torch.Tensor) -> list[tuple]:

@@ -79,7 +79,7 @@ class Spans:
         out = []
         if A1:
             out.append(self.one._attend_one(query_NHD[:A1], keys_RTHD[:A1], values_RTHD[:A1], scale))
-        if A1 < self.num_rows:
+        if self.num_rows > A1:
             several = self._attend_packed if self.offsets is not None else self._attend_padded
             out.append(several(query_NHD[A1:], keys_RTHD[A1:], values_RTHD[A1:], scale))
         return torch.cat(out) if len(out) > 1 else out[0]

@@ -26,7 +26,7 @@ Curve = tuple[dict, Sequence[dict]]  # a run of lld.experiment.outcomes and its 
 def smooth_by_step(rows: Sequence[dict], name: str) -> dict[int, float]:
     """Step -> mean of `name` over the last 10 steps that have it; the first, partial windows are left out."""
     steps, values = series(rows, name)
-    return dict(list(zip(steps, running_mean(values)))[WINDOW - 1 :])
+    return dict(list(zip(steps, running_mean(values), strict=True))[WINDOW - 1 :])
 
 
 def style_of(arm: str, arms: Sequence[str]) -> dict:
@@ -54,7 +54,7 @@ def draw_curves(ax: Axes, curves: Sequence[Curve], name: str, style: dict) -> No
             alpha=0.12,
             linewidth=0,
         )
-    for (run, _), values in zip(curves, smoothed):
+    for (run, _), values in zip(curves, smoothed, strict=True):
         if run["collapse_step"] in values:
             ax.plot(
                 [run["collapse_step"]],
@@ -170,7 +170,7 @@ def plot_experiment(curves: Sequence[Curve], curve_arms: Sequence[str], path: st
     width = 2.6 * num_columns + 4.4
     figure = Figure(figsize=(width, 0.8 + 4.6 * len(by_world)), dpi=130, layout="constrained")
     parts = figure.subfigures(len(by_world), 1, squeeze=False)[:, 0]
-    for part, (world, some) in zip(parts, by_world.items()):
+    for part, (world, some) in zip(parts, by_world.items(), strict=True):
         draw_world(part, world, some, arms, [arm for arm in curve_arms if arm in arms])
     entries = [
         Line2D(

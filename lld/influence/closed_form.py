@@ -201,7 +201,9 @@ def strongest_pairs(
             {"of": of, "on": on, "value": value}
             for (of, on), value in sorted(parts.items(), key=lambda item: item[1])
         ],
-        "by_token": [token | {"value": value} for token, value in zip(heard, block_mn.sum(1).tolist())],
+        "by_token": [
+            token | {"value": value} for token, value in zip(heard, block_mn.sum(1).tolist(), strict=True)
+        ],
     }
 
 
@@ -228,10 +230,10 @@ def true_change(
         losses_B, _ = loss_of(part, logprobs_BT, None, logprobs_BT.detach(), None, None, counts, 1.0, options)
         gradients = torch.autograd.grad(losses_B[row], parameters, allow_unused=True)
         with torch.no_grad():
-            for tensor, gradient in zip(parameters, gradients):
+            for tensor, gradient in zip(parameters, gradients, strict=True):
                 tensor -= 0.0 if gradient is None else lr * gradient
             change_GN.append((score() - before_N.detach()) / lr)
-            for tensor, value in zip(parameters, kept):
+            for tensor, value in zip(parameters, kept, strict=True):
                 tensor.copy_(value)
     return torch.stack(change_GN)
 
@@ -383,7 +385,7 @@ def analyse(exact: Policy, group: Group, tokenizer, cfg: Config, measure: bool) 
     question = group.episodes[0].question
     responses = [
         {"advantage": advantage, "answer": episode.answer, "text": readable(episode, tokenizer)}
-        for episode, advantage in zip(group.episodes, advantages)
+        for episode, advantage in zip(group.episodes, advantages, strict=True)
     ]
     return {
         "question": question.id,

@@ -94,7 +94,10 @@ def print_case(group: dict) -> None:
                     + "".join(f"{value:9.2f}" for value in values)
                     + ("" if sample in group["right"] else "   wrong")
                 )
-            print("  sum " + "".join(f"{sum(column):9.2f}" for column in zip(*group["matrix"][name])))
+            print(
+                "  sum "
+                + "".join(f"{sum(column):9.2f}" for column in zip(*group["matrix"][name], strict=True))
+            )
     if (pair := group["pair"]) is None:
         print("\nNo wrong answer with the first search of a correct response lowers that response here.")
         return
@@ -165,9 +168,9 @@ def draw(figures: dict, path: Path) -> None:
     panels = [name for name in MATRICES if name in group["matrix"]]
     figure = Figure(figsize=(4.4 * len(panels) + 6, 5), dpi=130, layout="constrained")
     axes = figure.subplots(1, len(panels) + 1, width_ratios=[1] * len(panels) + [1.35], squeeze=False)[0]
-    for ax, name in zip(axes, panels):
+    for ax, name in zip(axes, panels, strict=False):
         values = group["matrix"][name]
-        values = values + [[sum(column) for column in zip(*values)]]
+        values = values + [[sum(column) for column in zip(*values, strict=True)]]
         largest = max(abs(value) for row in values for value in row) or 1.0
         ax.imshow(values, cmap="RdBu", vmin=-largest, vmax=largest, aspect="auto")
         for g, row in enumerate(values):

@@ -116,7 +116,9 @@ def attend(
     if query_BHND.is_cuda:  # no fused kernel takes float32 and grouped heads
         group = query_BHND.shape[1] // key_BHND.shape[1]
         key_BHND, value_BHND = (x.repeat_interleave(group, 1) for x in (key_BHND, value_BHND))
-    rows = zip(*(x.split(row_lengths.lengths, dim=2) for x in (query_BHND, key_BHND, value_BHND)))
+    rows = zip(
+        *(x.split(row_lengths.lengths, dim=2) for x in (query_BHND, key_BHND, value_BHND)), strict=True
+    )
     options = {"is_causal": True, "scale": scaling, "dropout_p": dropout, "enable_gqa": True}
     out = [scaled_dot_product_attention(*row, **options) for row in rows]
     return torch.cat(out, dim=2).transpose(1, 2), None

@@ -28,7 +28,9 @@ def _means(prefix: str, names: list[str], values_N: torch.Tensor, groups_N: torc
     absent."""
     counts = torch.bincount(groups_N, minlength=len(names)).tolist()
     sums = torch.zeros(len(names), dtype=torch.float64).index_add_(0, groups_N, values_N.double()).tolist()
-    return {prefix + name: total / count for name, total, count in zip(names, sums, counts) if count}
+    return {
+        prefix + name: total / count for name, total, count in zip(names, sums, counts, strict=True) if count
+    }
 
 
 def displacement(

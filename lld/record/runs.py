@@ -202,7 +202,7 @@ def settings(options: Sequence[dict]) -> list[str]:
         if split in seen:
             continue
         seen.add(split)
-        for text, some in zip(texts, options):
+        for text, some in zip(texts, options, strict=True):
             value = some.get(name)
             text.append(f"{name} = {'/'.join(value.split('/')[-2:]) if isinstance(value, str) else value}")
     return [", ".join(text) for text in texts]

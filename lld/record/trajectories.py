@@ -113,7 +113,7 @@ def describe(
         logprobs = {
             name: [
                 round(value, 6) if action else None
-                for value, action in zip(table_BT[row, start:end].tolist(), episode.action_ids)
+                for value, action in zip(table_BT[row, start:end].tolist(), episode.action_ids, strict=True)
             ]
             if table_BT is not None
             else None

@@ -70,8 +70,8 @@ def _draw_held_out(ax: Axes, runs: Sequence[list[dict]]) -> list[Line2D]:
             if name.startswith("eval/") and name.endswith("/em")
         }
     )
-    for color, rows in zip(COLORS, runs):
-        for marker, name in zip(MARKERS, names):
+    for color, rows in zip(COLORS, runs, strict=False):
+        for marker, name in zip(MARKERS, names, strict=False):
             steps, values = series(rows, name)
             ax.plot(
                 steps,
@@ -97,7 +97,7 @@ def _draw_held_out(ax: Axes, runs: Sequence[list[dict]]) -> list[Line2D]:
             markersize=5,
             label=literal(f"EM {name.split('/')[1]}"),
         )
-        for marker, name in zip(MARKERS, names)
+        for marker, name in zip(MARKERS, names, strict=False)
     ]
 
 
@@ -114,11 +114,13 @@ def plot_run(run_dirs: Sequence[str | Path], path: str | Path) -> None:
         )
     runs = [read_metrics(run_dir) for run_dir in run_dirs]
     figure = Figure(figsize=(14, 7.2), dpi=130, layout="constrained")
-    for ax, (title, unit, styles, logarithmic) in zip(figure.subplots(2, 3, sharex=True).flat, PANELS):
+    for ax, (title, unit, styles, logarithmic) in zip(
+        figure.subplots(2, 3, sharex=True).flat, PANELS, strict=True
+    ):
         entries = []
         for name, style in styles.items():
             drawn = [series(rows, name) for rows in runs]
-            for color, (steps, values) in zip(COLORS, drawn):
+            for color, (steps, values) in zip(COLORS, drawn, strict=False):
                 if values:
                     _draw_line(ax, steps, values, color, style)
             if name in STYLE_LABELS and any(values for _, values in drawn):
@@ -150,7 +152,7 @@ def plot_run(run_dirs: Sequence[str | Path], path: str | Path) -> None:
         ax.set_xlabel("step", fontsize=9)
     run_entries = [
         Line2D([], [], color=color, linewidth=2.5, label=literal(label))
-        for color, label in zip(COLORS, labels([Path(run_dir) for run_dir in run_dirs]))
+        for color, label in zip(COLORS, labels([Path(run_dir) for run_dir in run_dirs]), strict=False)
     ]
     run_entries.append(
         Line2D(

@@ -88,7 +88,9 @@ def question_displacement(group: Sequence[dict], later: str) -> dict | None:
     for row in group:
         if row["advantage"] > 0 and row[later] is not None:
             pairs = [
-                (old, new) for old, new, action in zip(row["old"], row[later], row["action_ids"]) if action
+                (old, new)
+                for old, new, action in zip(row["old"], row[later], row["action_ids"], strict=False)
+                if action
             ]
             if all(runs.is_number(old) and runs.is_number(new) for old, new in pairs):
                 changes.append(sum(new - old for old, new in pairs))
@@ -125,7 +127,7 @@ def compact_episode(row: dict, words: _Table, passages: _Table) -> dict:
         if row.get(name) is None
         else [
             _rounded(b - a) if runs.is_number(a) and runs.is_number(b) else None
-            for a, b in zip(old, numbers(name))
+            for a, b in zip(old, numbers(name), strict=True)
         ]
     )
     turns = []
@@ -243,7 +245,7 @@ def page_content(
     room = int(trajectories_mb * 1e6 / len(folders))
     shown, blocks = [], {}
     for index, (folder, label, setting) in enumerate(
-        zip(folders, runs.labels(folders), runs.settings(options))
+        zip(folders, runs.labels(folders), runs.settings(options), strict=True)
     ):
         rows = runs.read_metrics(folder)
         about, updates = folder / "run.json", folder / "updates.jsonl"

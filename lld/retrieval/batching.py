@@ -194,7 +194,7 @@ class Batcher:
                     future.set_exception(error)
                     future.exception()  # heard, even where every client has left
             else:
-                for (_, query), future, passages in zip(keys, futures.values(), results):
+                for (_, query), future, passages in zip(keys, futures.values(), results, strict=True):
                     self.cache.put(query, topk, passages)
                     future.set_result(passages)
             finally:

@@ -113,7 +113,9 @@ class Corpus:
             tqdm(desc=f"reading {self.path}", unit="passage", disable=size <= SMALL_BYTES) as bar,
         ):
             flush = lambda: writer.write_batch(
-                pa.record_batch([pa.array(column, pa.large_string()) for column in zip(*rows)], schema=SCHEMA)
+                pa.record_batch(
+                    [pa.array(column, pa.large_string()) for column in zip(*rows, strict=True)], schema=SCHEMA
+                )
             )
             for number, line in enumerate(_lines(file, self.path), start=1):
                 digest.update(line)

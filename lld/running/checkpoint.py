@@ -382,7 +382,7 @@ def check_logs(run_dir: Path, num_steps: int, num_updates: int) -> None:
         if rows == expected:
             continue
         place = next(
-            (i for i, (row, wanted) in enumerate(zip(rows, expected)) if row != wanted),
+            (i for i, (row, wanted) in enumerate(zip(rows, expected, strict=False)) if row != wanted),
             min(len(rows), len(expected)),
         )
         step = expected[min(place, len(expected) - 1)][0]

@@ -34,14 +34,14 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
-        for weight, master in zip(self.weights, self.masters):
+        for weight, master in zip(self.weights, self.masters, strict=True):
             master.grad = None if weight.grad is None else weight.grad.to("cpu")
         super().step()
         self._publish()
 
     @torch.no_grad()
     def _publish(self) -> None:
-        for weight, master in zip(self.weights, self.masters):
+        for weight, master in zip(self.weights, self.masters, strict=True):
             weight.copy_(master)
             master.grad = None
 

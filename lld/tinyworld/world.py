@@ -136,7 +136,7 @@ def _place_cities(rng: random.Random, of_kind: dict[str, list[int]]) -> dict[int
     """city -> country, at random, with at least one city in every country."""
     cities = rng.sample(of_kind["city"], len(of_kind["city"]))
     countries = of_kind["country"]
-    first = dict(zip(cities, countries))
+    first = dict(zip(cities, countries, strict=False))
     return first | {city: rng.choice(countries) for city in cities[len(countries) :]}
 
 
