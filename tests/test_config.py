@@ -1,16 +1,27 @@
 """Options: every one is read somewhere, wrong ones are named with a remedy, and the shipped YAMLs are the
 paper's."""
 
+import ast
 import dataclasses
 import re
+import subprocess
+import sys
+import typing
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from conftest import ROOT
 
 from lld import config, settings
+from lld.advantages import ADVANTAGES
+from lld.loss import GATES
 from lld.model.load import check_fit, load_tokenizer
+from lld.record import glossary
+from lld.reward import ANSWER_SCORES
+from lld.running import dry_row
+from lld.update import loss_of
 
 YAMLS = sorted((ROOT / "configs").glob("*.yaml"))
 
@@ -150,6 +161,8 @@ def test_the_defaults_are_the_papers():
         ({"rollout": {"group_size": 2.5}}, "rollout.group_size = 2.5: must be int, not float"),
         ({"rollout": {"group_size": True}}, "rollout.group_size = True: must be int, not bool"),
         ({"rollout": {"overlap_search": "no"}}, "rollout.overlap_search = 'no': must be bool, not str"),
+        ({"loss": {"lld_gate": "acton"}}, "'response'; did you mean 'action'?"),
+        ({"advantage": {"kind": "grop"}}, "must be one of 'grpo'; did you mean 'grpo'?"),
         ({"run": {"trackers": "wandb"}}, "run.trackers = 'wandb': must be tuple[str, ...], not str"),
         (
             {"loss": {"lld_gate": "turn"}},
@@ -276,15 +289,163 @@ def test_saved_options_load_again(tmp_path):
     assert settings.load(str(tmp_path / "saved.yaml")) == cfg
 
 
-def test_every_option_is_read_somewhere():
-    code = "\n".join(
-        path.read_text()
-        for path in [*(ROOT / "lld").rglob("*.py"), *ROOT.glob("*.py")]
-        if path.name != "config.py"
-    )
-    for section in dataclasses.fields(config.Config):
-        for option in dataclasses.fields(section.type):
-            assert re.search(rf"\.{option.name}\b", code), f"{section.name}.{option.name} is read nowhere"
+# ---- every option is read ----
+
+SECTIONS = {field.name: field.type for field in dataclasses.fields(config.Config)}
+NO_USE = ("config.py", "settings.py", "rules.py")  # they declare, load and check options
+
+
+def sections_of(node: ast.expr | None, classes: dict[str, str]) -> set[str]:
+    """The sections whose classes an annotation names: {"loss"} for `Loss` or `config.Loss`."""
+    names = set()
+    for part in ast.walk(node) if node is not None else ():
+        if isinstance(part, ast.Name):
+            names.add(part.id)
+        elif isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name):
+            names.add(f"{part.value.id}.{part.attr}")
+    return {classes[name] for name in names if name in classes}
+
+
+def section_named(node: ast.expr) -> set[str]:
+    """{"loss"} for `cfg.loss` and `run.cfg.loss`, else nothing."""
+    if not isinstance(node, ast.Attribute) or node.attr not in SECTIONS:
+        return set()
+    owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+    return {node.attr} if owner == "cfg" else set()
+
+
+def aliases_in(function: ast.FunctionDef, classes: dict[str, str]) -> dict[str, set[str]]:
+    """The variables of a function that hold a section: annotated parameters, and `x = cfg.loss`."""
+    given = function.args
+    aliases = {
+        argument.arg: sections_of(argument.annotation, classes)
+        for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs)
+    }
+    for node in ast.walk(function):
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            pairs = [(target, node.value)]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = zip(target.elts, node.value.elts, strict=True)
+            for name, value in pairs:
+                if isinstance(name, ast.Name):
+                    aliases[name.id] = aliases.get(name.id, set()) | section_named(value)
+    return aliases
+
+
+def reads(source: str) -> set[tuple[str, str]]:
+    """(section, attribute) of every `cfg.section.attribute` and `alias.attribute` in a module."""
+    tree = ast.parse(source)
+    classes = {f"config.{kind.__name__}": section for section, kind in SECTIONS.items()}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "lld.config":
+            imported = {alias.name for alias in node.names}
+            classes |= {kind.__name__: name for name, kind in SECTIONS.items() if kind.__name__ in imported}
+    found = set()
+
+    def visit(node: ast.AST, aliases: dict[str, set[str]]) -> None:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            aliases = aliases | aliases_in(node, classes)
+        if isinstance(node, ast.Attribute):
+            held = aliases.get(node.value.id, set()) if isinstance(node.value, ast.Name) else set()
+            found.update((section, node.attr) for section in held | section_named(node.value))
+        for child in ast.iter_child_nodes(node):
+            visit(child, aliases)
+
+    visit(tree, {})
+    return found
+
+
+@pytest.fixture(scope="module")
+def all_reads() -> set[tuple[str, str]]:
+    paths = [*(ROOT / "lld").rglob("*.py"), *ROOT.glob("*.py")]
+    return set().union(*(reads(path.read_text()) for path in paths if path.name not in NO_USE))
+
+
+def unread(sections: dict[str, type], found: set[tuple[str, str]]) -> list[str]:
+    return [
+        f"{section}.{option.name}"
+        for section, kind in sections.items()
+        for option in dataclasses.fields(kind)
+        if (section, option.name) not in found
+    ]
+
+
+def test_every_option_is_read_in_its_own_section(all_reads):
+    assert unread(SECTIONS, all_reads) == []
+
+
+def test_an_unread_option_is_found_although_another_section_has_one_of_its_name(all_reads):
+    """Options of these names are read in other sections, and so are attributes of other things."""
+    for name in ("dir", "seed", "temperature", "max_turns", "index", "device", "path"):
+        mutated = dataclasses.make_dataclass(
+            "Advantage", [(name, int, 0)], bases=(config.Advantage,), frozen=True
+        )
+        assert unread(SECTIONS | {"advantage": mutated}, all_reads) == [f"advantage.{name}"]
+
+
+def test_reads_are_told_by_section():
+    source = """
+from lld import config
+from lld.config import Loss
+def one(cfg, run, other):
+    options, optim = cfg.loss, run.cfg.optim
+    return options.kind, optim.lr, cfg.eval.every, other.model.path
+def two(options: Loss | None, sampling: config.Eval): return options.clip_low, sampling.top_p
+def three(options): return options.clip_high
+"""
+    assert reads(source) == {
+        *(("loss", "kind"), ("optim", "lr"), ("eval", "every")),
+        *(("loss", "clip_low"), ("eval", "top_p")),
+    }
+
+
+# ---- tables of the code ----
+
+
+def test_an_entry_of_a_table_is_an_accepted_value():
+    kinds = typing.get_type_hints(config.Loss) | {"reward": typing.get_type_hints(config.Reward)["kind"]}
+    assert typing.get_args(kinds["lld_gate"]) == tuple(GATES)
+    assert typing.get_args(kinds["reward"]) == (*ANSWER_SCORES, "format")
+    assert typing.get_args(typing.get_type_hints(config.Advantage)["kind"]) == tuple(ADVANTAGES)
+
+
+def test_options_are_read_without_torch_and_without_the_tables_own_imports():
+    code = "import sys, lld.settings, eval; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "[]"
+
+
+def test_eval_tells_a_mistaken_option_before_it_imports_torch(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    command = ["eval.py", "--ckpt", str(tmp_path), "--config", "configs/tiny.yaml", "optim.lrr=1"]
+    code = f"import sys, eval; print(eval.main({command[1:]}), 'torch' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert told.stdout.split() == ["2", "False"]
+    assert "eval.py: unknown option optim.lrr: did you mean 'lr'?" in told.stderr
+
+
+# ---- names of metrics ----
+
+
+@pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
+def test_what_a_shipped_config_logs_is_in_the_glossary(path):
+    dry_row.check_names(settings.load(str(path)))
+
+
+def add_length_term(part, logprobs_BT, *others):
+    row_losses_B, terms = loss_of(part, logprobs_BT, *others)
+    return row_losses_B, terms | {"length": torch.ones_like(logprobs_BT)}
+
+
+LENGTH_TERM = "the run would log loss/length, which lld/record/glossary.py does not define: add an entry"
+
+
+def test_a_loss_term_without_glossary_entry_is_named(monkeypatch):
+    monkeypatch.setattr(dry_row, "loss_of", add_length_term)
+    with pytest.raises(ValueError, match=re.escape(LENGTH_TERM)):
+        dry_row.check_names(config.Config())
+    monkeypatch.setitem(glossary.GLOSSARY, "loss/length", "mean length term per token")
+    dry_row.check_names(config.Config())
 
 
 def save_tokenizer(tokenizer, folder: Path, **changes):
