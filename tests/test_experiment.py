@@ -523,7 +523,7 @@ def test_tables_by_hand():
 def test_files_hold_every_run_and_the_figure_draws_all_arms(tmp_path, fake_train, capsys, monkeypatch):
     figures = []
     monkeypatch.setattr(runner, "plot_experiment", outcome_figure.plot_experiment)
-    monkeypatch.setattr(outcome_figure.Figure, "savefig", lambda self, path: figures.append(self))
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, path: figures.append(self))
     path = write_experiment(tmp_path, learning_rates=["1e-4", "2e-4"])
     runner.main([str(path), "--jobs", "3"], fake_train)
     runs = list(csv.DictReader(open(tmp_path / "out/runs.csv")))

@@ -35,7 +35,7 @@ from lld.config import Config
 from lld.data import load_questions, questions_of_step
 from lld.episode import PARTS, Batch, Episode, Question, collate
 from lld.evaluation.options import options_of
-from lld.influence.view import compare, draw, print_case, print_summary, readable
+from lld.influence.view import compare, draw, print_case, print_conclusion, print_summary, readable
 from lld.model.folder import check_folder
 from lld.model.lm_head import token_scores
 from lld.model.load import check_fit, load_lm, load_tokenizer
@@ -529,7 +529,7 @@ def main(argv: list[str] | None = None) -> int:
         args = parser.parse_intermixed_args(argv)
         out = out_file(args)
         figures = influence(args)
-        print_summary(figures, brief=True)
+        print_conclusion(figures)
         print_case(figures["case"])
         print_summary(figures)
         out.write_text(json.dumps(figures, indent=1) + "\n")

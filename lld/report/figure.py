@@ -1,7 +1,6 @@
-"""Run folders -> figures.
+"""Run folders -> RUN/figure.png and RUN/report.html of the first run, with all of them overlaid.
 
-python -m lld.report RUN [RUN ...]     # writes RUN/report.html and RUN/figure.png, of the first run, with all
-  of them overlaid
+python -m lld.report RUN [RUN ...]
 """
 
 import argparse
@@ -10,20 +9,21 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import NullFormatter
+from typing import TYPE_CHECKING
 
 from lld.record.runs import WINDOW, labels, printable, read_metrics, running_mean, series
 from lld.report.page import TRAJECTORIES_MB, write_page
 
-# Okabe & Ito 2008, told apart by colour-blind readers
+# Loaded by the functions that draw: training needs no matplotlib before its end
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
+
+# Okabe & Ito 2008: colour-blind readers can tell them apart
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
-# (title, unit, name -> line style, logarithmic). Names are those of metrics.GLOSSARY.
+# (title, unit, name -> line style, logarithmic). The names are those of glossary.GLOSSARY.
 PANELS = (
     ("Reward, and exact match on held-out questions", "score", {"reward/mean": "-"}, False),
     (
@@ -46,59 +46,84 @@ STYLE_LABELS = {"likelihood/correct_new": "correct", "likelihood/incorrect_new":
 
 
 def literal(text: str) -> str:
-    """Text in which matplotlib finds no formula: a folder, a benchmark or a question may hold dollar
-    signs."""
+    """`text` for matplotlib, which takes what is between dollar signs for a formula."""
     return text.replace("$", r"\$")
 
 
-def _draw_line(ax: Axes, steps: list[int], values: list[float], color: str, style: str) -> None:
+def gray_line(**style) -> "Line2D":
+    """An entry of a legend that speaks of no run."""
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], color="#555", **style)
+
+
+def _draw_line(ax: "Axes", steps: list[int], values: list[float], color: str, style: str) -> None:
     if len(values) > 2 * WINDOW:
         ax.plot(steps, values, color=color, linewidth=0.6, alpha=0.3)
         values = running_mean(values)
-    alone = {"marker": "o", "markersize": 3} if len(values) == 1 else {}
-    ax.plot(steps, values, color=color, linewidth=1.6, linestyle=style, **alone)
+    marker = {"marker": "o", "markersize": 3} if len(values) == 1 else {}
+    ax.plot(steps, values, color=color, linewidth=1.6, linestyle=style, **marker)
 
 
-def _draw_held_out(ax: Axes, runs: Sequence[list[dict]]) -> list[Line2D]:
-    """Points of eval/<benchmark>/em, a marker a benchmark; returns the legend's entries."""
-    names = sorted(
-        {
-            name
-            for rows in runs
-            for row in rows
-            for name in row
-            if name.startswith("eval/") and name.endswith("/em")
-        }
-    )
+def _draw_held_out(ax: "Axes", runs: Sequence[list[dict]]) -> list["Line2D"]:
+    """Points of eval/<benchmark>/em, a marker for each benchmark; returns the legend's entries."""
+    logged = {name for rows in runs for row in rows for name in row}
+    names = sorted(name for name in logged if name.startswith("eval/") and name.endswith("/em"))
+    line = {"linestyle": ":", "linewidth": 0.8}
+    point = {"markersize": 5.5, "markeredgecolor": "white", "markeredgewidth": 0.6}
+    # At most as many runs as colours; further benchmarks than markers are left out
     for color, rows in zip(COLORS, runs, strict=False):
         for marker, name in zip(MARKERS, names, strict=False):
             steps, values = series(rows, name)
-            ax.plot(
-                steps,
-                values,
-                color=color,
-                marker=marker,
-                markersize=5.5,
-                linestyle=":",
-                linewidth=0.8,
-                markeredgecolor="white",
-                markeredgewidth=0.6,
-                zorder=3,
-                clip_on=False,
-            )
+            ax.plot(steps, values, color=color, marker=marker, zorder=3, clip_on=False, **line, **point)
     return [
-        Line2D(
-            [],
-            [],
-            color="#555",
-            marker=marker,
-            linestyle=":",
-            linewidth=0.8,
-            markersize=5,
-            label=literal(f"EM {name.split('/')[1]}"),
-        )
+        gray_line(marker=marker, markersize=5, label=literal(f"EM {name.split('/')[1]}"), **line)
         for marker, name in zip(MARKERS, names, strict=False)
     ]
+
+
+def _draw_panel(ax: "Axes", runs: Sequence[list[dict]], styles: dict[str, str]) -> None:
+    """The lines of all runs, and a legend where it takes one to tell the lines of a run apart."""
+    entries = []
+    for name, style in styles.items():
+        drawn = [series(rows, name) for rows in runs]
+        for color, (steps, values) in zip(COLORS, drawn, strict=False):
+            if values:
+                _draw_line(ax, steps, values, color, style)
+        if name in STYLE_LABELS and any(values for _, values in drawn):
+            entries.append(gray_line(linestyle=style, label=STYLE_LABELS[name]))
+    if "reward/mean" in styles:
+        entries = [gray_line(label="reward"), *_draw_held_out(ax, runs)]
+    if "displacement/correct" in styles:
+        ax.axhline(0, color="#888", linewidth=0.8, zorder=1)
+    if not ax.lines:
+        ax.text(0.5, 0.5, "not logged", transform=ax.transAxes, ha="center", color="#888")
+    if len(entries) > 1:
+        ax.legend(handles=entries, fontsize=8, frameon=False)
+
+
+def _set_scale(ax: "Axes", logarithmic: bool) -> None:
+    """Whole decades, or from 0: on a tighter axis the noise of a quiet run would fill the panel."""
+    from matplotlib.ticker import NullFormatter
+
+    if logarithmic and ax.lines and ax.dataLim.y1 > 0:
+        ax.set_yscale("log")
+        low = math.floor(math.log10(ax.dataLim.minposy))
+        high = math.ceil(math.log10(ax.dataLim.y1))
+        ax.set_ylim(10.0**low, 10.0 ** max(high, low + 1))
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.yaxis.set_minor_formatter(NullFormatter())
+    elif ax.lines and ax.dataLim.y0 >= 0:
+        ax.set_ylim(bottom=0)
+
+
+def _label_axes(ax: "Axes", title: str, unit: str) -> None:
+    ax.set_title(title, fontsize=10, loc="left")
+    ax.set_ylabel(unit, fontsize=9)
+    ax.tick_params(which="both", labelsize=8)
+    ax.grid(color="#e6e6e6", linewidth=0.6)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
 
 
 def plot_run(run_dirs: Sequence[str | Path], path: str | Path) -> None:
@@ -108,73 +133,40 @@ def plot_run(run_dirs: Sequence[str | Path], path: str | Path) -> None:
     Thin lines are the steps' own values, thick ones the mean of the last 10. Names a run did not log leave no
     line. Raises ValueError for a folder without metrics and for more runs than there are colours.
     """
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
     if not 1 <= len(run_dirs) <= len(COLORS):
         raise ValueError(
             f"{len(run_dirs)} runs: give 1 to {len(COLORS)}, more cannot be told apart in one figure"
         )
     runs = [read_metrics(run_dir) for run_dir in run_dirs]
     figure = Figure(figsize=(14, 7.2), dpi=130, layout="constrained")
-    for ax, (title, unit, styles, logarithmic) in zip(
-        figure.subplots(2, 3, sharex=True).flat, PANELS, strict=True
-    ):
-        entries = []
-        for name, style in styles.items():
-            drawn = [series(rows, name) for rows in runs]
-            for color, (steps, values) in zip(COLORS, drawn, strict=False):
-                if values:
-                    _draw_line(ax, steps, values, color, style)
-            if name in STYLE_LABELS and any(values for _, values in drawn):
-                entries.append(Line2D([], [], color="#555", linestyle=style, label=STYLE_LABELS[name]))
-        if "reward/mean" in styles:
-            entries = [Line2D([], [], color="#555", label="reward")] + _draw_held_out(ax, runs)
-        if "displacement/correct" in styles:
-            ax.axhline(0, color="#888", linewidth=0.8, zorder=1)
-        if not ax.lines:
-            ax.text(0.5, 0.5, "not logged", transform=ax.transAxes, ha="center", color="#888")
-        # Whole decades, or from 0: on a tighter axis the noise of a quiet run would fill the panel.
-        if logarithmic and ax.lines and ax.dataLim.y1 > 0:
-            ax.set_yscale("log")
-            low, high = math.log10(ax.dataLim.minposy), math.log10(ax.dataLim.y1)
-            ax.set_ylim(10.0 ** math.floor(low), 10.0 ** max(math.ceil(high), math.floor(low) + 1))
-            ax.yaxis.set_major_formatter("{x:g}")
-            ax.yaxis.set_minor_formatter(NullFormatter())
-        elif ax.lines and ax.dataLim.y0 >= 0:
-            ax.set_ylim(bottom=0)
-        if len(entries) > 1:
-            ax.legend(handles=entries, fontsize=8, frameon=False)
-        ax.set_title(title, fontsize=10, loc="left")
-        ax.set_ylabel(unit, fontsize=9)
-        ax.tick_params(which="both", labelsize=8)
-        ax.grid(color="#e6e6e6", linewidth=0.6)
-        ax.set_axisbelow(True)
-        ax.spines[["top", "right"]].set_visible(False)
-    for ax in figure.axes[-3:]:
+    axes = figure.subplots(2, 3, sharex=True)
+    for ax, (title, unit, styles, logarithmic) in zip(axes.flat, PANELS, strict=True):
+        _draw_panel(ax, runs, styles)
+        _set_scale(ax, logarithmic)
+        _label_axes(ax, title, unit)
+    for ax in axes[-1]:
         ax.set_xlabel("step", fontsize=9)
-    run_entries = [
-        Line2D([], [], color=color, linewidth=2.5, label=literal(label))
-        for color, label in zip(COLORS, labels([Path(run_dir) for run_dir in run_dirs]), strict=False)
+    names = labels([Path(run_dir) for run_dir in run_dirs])
+    entries = [
+        Line2D([], [], color=color, linewidth=2.5, label=literal(name))
+        for color, name in zip(COLORS, names, strict=False)
     ]
-    run_entries.append(
-        Line2D(
-            [],
-            [],
-            color="#555",
-            linewidth=0.6,
-            alpha=0.6,
-            label=f"each step (bold: mean of the last {WINDOW})",
-        )
-    )
-    figure.legend(
-        handles=run_entries, loc="outside upper left", ncols=len(run_entries), frameon=False, fontsize=9
-    )
+    thin = f"each step (bold: mean of the last {WINDOW})"
+    entries.append(gray_line(linewidth=0.6, alpha=0.6, label=thin))
+    figure.legend(handles=entries, loc="outside upper left", ncols=len(entries), frameon=False, fontsize=9)
     figure.align_ylabels()
     Path(path).unlink(missing_ok=True)  # in somebody else's folder it may be a link to elsewhere
     figure.savefig(path)
 
 
 def write_report(run_dirs: Sequence[Path], folder: Path) -> str:
-    """Writes FOLDER/report.html and figure.png, aside first, and says where they are. Any failure is told,
-    not raised: it must not cost the run."""
+    """Writes FOLDER/report.html and figure.png, aside first; returns where they are, as a sentence.
+
+    A failure is returned as a sentence too: it must not end the run.
+    """
     try:
         for draw, name in ((plot_run, "figure.png"), (write_page, "report.html")):
             aside = folder / f"partial-{name}"
@@ -188,7 +180,7 @@ def write_report(run_dirs: Sequence[Path], folder: Path) -> str:
     return f"{folder / 'report.html'} and {folder / 'figure.png'} show the run"
 
 
-def main(argv: list[str] | None = None) -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lld.report",
         description="Draws RUN/report.html, one self-contained page, and RUN/figure.png from the logs of "
@@ -209,14 +201,23 @@ def main(argv: list[str] | None = None) -> int:
         help="room on the page for trajectories; steps in between are left out beyond it (default "
         f"{TRAJECTORIES_MB})",
     )
-    args = parser.parse_intermixed_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit code: 0, 2 for a mistake of the user, 7 for a full disk."""
+    args = make_parser().parse_intermixed_args(argv)
     folder = args.to or args.runs[0]
+    page, figure = folder / "report.html", folder / "figure.png"
     try:
         if args.to is not None:
             folder.mkdir(parents=True, exist_ok=True)
-        write_page(args.runs, folder / "report.html", args.trajectories_mb)
+        write_page(args.runs, page, args.trajectories_mb)
         if len(args.runs) <= len(COLORS):
-            plot_run(args.runs, folder / "figure.png")
+            plot_run(args.runs, figure)
+            print(f"written to {page} and {figure}")
+        else:
+            print(f"written to {page} (no figure.png: it holds at most {len(COLORS)} runs)")
     except ValueError as error:
         print(f"lld.report: {printable(error)}", file=sys.stderr)
         return 2
@@ -227,12 +228,4 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 7
-    print(
-        f"written to {folder / 'report.html'}"
-        + (
-            f" and {folder / 'figure.png'}"
-            if len(args.runs) <= len(COLORS)
-            else f" (no figure.png: it holds at most {len(COLORS)} runs)"
-        )
-    )
     return 0
