@@ -81,10 +81,13 @@ def episode_record(tokenizer, episode: Episode) -> dict:
     """One episode as plain JSON types: its scores in [0, 1], its counts, and its turns as they can be
     read."""
     question, answer = episode.question, episode.answer
-    decode = lambda token_ids: tokenizer.decode(
-        token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
-    score = lambda metric: 0.0 if answer is None else metric(answer, question.golden_answers)
+
+    def decode(token_ids):
+        return tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def score(metric):
+        return 0.0 if answer is None else metric(answer, question.golden_answers)
+
     turns = [
         {
             "text": decode(episode.token_ids[turn.start : turn.end]),
@@ -124,7 +127,10 @@ def summarize(records: Sequence[dict]) -> dict[str, float]:
     The names are those of `eval/<benchmark>/…` in metrics.jsonl and in the table of eval.py.
     """
     assert records, "no records to summarize"
-    mean = lambda name: sum(record[name] for record in records) / len(records)
+
+    def mean(name):
+        return sum(record[name] for record in records) / len(records)
+
     found = [record["gold_in_results"] for record in records if record["gold_in_results"] is not None]
     metrics = {
         "em": mean("em"),

@@ -23,7 +23,8 @@ def written_aside(path: Path, aside: Path | None = None, durable: bool = False):
     """Yields a path to write to, which replaces `path` when the block ends.
 
     Readers see the old file or the new, never half of one. After an exception `path` is as it was and the
-    other file is gone; after a kill it may be left behind. With `durable` the new file also survives a power cut, at a cost of some ms. An OSError names the file.
+    other file is gone; after a kill it may be left behind. With `durable` the new file also survives a power
+    cut, at a cost of some ms. An OSError names the file.
     """
     aside = aside or path.with_suffix(".partial")
     aside.unlink(missing_ok=True)  # it may be a link to elsewhere

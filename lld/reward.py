@@ -145,7 +145,10 @@ def score_text(
 
 def score_episodes(episodes: list[Episode], tokenizer, cfg: Reward) -> list[float]:
     """The reward of each episode."""
-    decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def decode(ids):
+        return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
     scores = []
     for episode in episodes:
         turn_texts = [decode(episode.token_ids[turn.start : turn.end]) for turn in episode.turns]

@@ -269,7 +269,8 @@ def check_monitor(cfg: Config) -> None:
         raise ValueError(
             f"monitor.stop_in_phase = {monitor.stop_in_phase} with optim.updates_per_rollout = 1 and "
             "monitor.rescore_every = 0 would never act: displacement is then seen only where a rollout is "
-            "re-scored; set monitor.rescore_every, 1 for every step, or stop at 4 (collapse), which needs none"
+            "re-scored; set monitor.rescore_every, 1 for every step, "
+            "or stop at 4 (collapse), which needs none"
         )
 
 

@@ -289,7 +289,10 @@ def read_back(path: str | Path, overrides: list[str] = (), reads: bool = True) -
 
 def to_dict(cfg: Config) -> dict:
     """Every option, nested, as plain YAML types."""
-    plain = lambda v: list(v) if isinstance(v, tuple) else v
+
+    def plain(v):
+        return list(v) if isinstance(v, tuple) else v
+
     return {s: {k: plain(v) for k, v in options.items()} for s, options in dataclasses.asdict(cfg).items()}
 
 

@@ -61,10 +61,10 @@ def read_shape(options: Model) -> PreTrainedConfig:
 def load_lm(options: Model):
     """The causal language model from the hub or a folder, float32, on the CPU.
 
-    float32, because at a learning rate of 1e-6 bfloat16 weights would round every update away; compute may be
-    bf16 by autocast. Attention is lld/model/attention.py's, for the engine's masks and for packed rows. Raises
-    ValueError where weights are missing, damaged or of another shape: transformers would fill the gaps with
-    random numbers.
+    float32, because at a learning rate of 1e-6 bfloat16 weights would round every update away; compute may
+    be bf16 by autocast. Attention is lld/model/attention.py's, for the engine's masks and for packed rows.
+    Raises ValueError where weights are missing, damaged or of another shape: transformers would fill the gaps
+    with random numbers.
     """
     # Accelerate's launcher turns it on, and then transformers gives all processes but one empty weights
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"

@@ -52,7 +52,10 @@ def describe_episodes(episodes: list[Episode], rewards_PG: torch.Tensor) -> dict
         )
         for e in episodes
     ]
-    mean = lambda values: sum(values) / max(1, len(values))
+
+    def mean(values):
+        return sum(values) / max(1, len(values))
+
     return {
         "reward/mean": float(rewards_PG.mean()),
         "reward/std": float(rewards_PG.std(dim=1).mean()),

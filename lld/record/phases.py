@@ -92,8 +92,13 @@ class Detector:
     def _signs_of_acceleration(self) -> int:
         if len(self.rows) <= 2 * WINDOW:  # the run's own beginning is what the signals are compared with
             return 0
-        median = lambda name, start, end: statistics.median(self._values(name, start, end) or [0.0])
-        first = lambda name: median(name, 0, 2 * WINDOW)
+
+        def median(name, start, end):
+            return statistics.median(self._values(name, start, end) or [0.0])
+
+        def first(name):
+            return median(name, 0, 2 * WINDOW)
+
         return sum(
             [
                 self.falls[-1] - self.falls[-1 - WINDOW] > GROWTH,
@@ -115,7 +120,10 @@ class Detector:
                 "start a new one from a checkpoint of before (model.path), with a smaller optim.lr."
             )
         if phase:
-            value = lambda name: row.get(name, math.nan)
+
+            def value(name):
+                return row.get(name, math.nan)
+
             return (
                 f"{begins}: correct responses lose likelihood, {value('displacement/correct'):+.4f} nats a "
                 f"token at this step; entropy {value('entropy'):.3f}, ratio tail "
@@ -142,7 +150,10 @@ class Detector:
                 level = statistics.fmean(self._values(name))
                 best[name] = better(best.get(name, level), level)
         self.idle = self.idle + 1 if self.rows[-1].get("reward/mixed_groups") == 0 else 0
-        below = lambda name, share: name in now and now[name] < share * best[name]
+
+        def below(name, share):
+            return name in now and now[name] < share * best[name]
+
         reward_lost = below("reward/mean", HALF) and now["reward/mean"] <= best["reward/mean"] - LOST_REWARD
         lost = {
             "reward/mean": reward_lost,

@@ -293,7 +293,10 @@ def held_out_scores(rows: Sequence[dict], options: dict) -> dict[str, list[tuple
 def describe_scores(rows: Sequence[dict], options: dict) -> str:
     """'tiny EM 0.720 after 25 steps (start 0.460, best 0.720 after 25 steps)' of each benchmark: the newest
     score, the first and the best."""
-    when = lambda num_steps: f"after {num_steps} steps" if num_steps else "at the start"
+
+    def when(num_steps):
+        return f"after {num_steps} steps" if num_steps else "at the start"
+
     texts = []
     for name, scores in held_out_scores(rows, options).items():
         (first, start), (last, now), (at, best) = (

@@ -53,7 +53,10 @@ def read_episodes(path: Path, vocabulary: int) -> list[Episode]:
 
 def _wrong(episode: Episode, vocabulary: int) -> str | None:
     """What keeps an episode from being trained on, None where nothing does."""
-    whole = lambda values, below: all(type(value) is int and 0 <= value < below for value in values)
+
+    def whole(values, below):
+        return all(type(value) is int and 0 <= value < below for value in values)
+
     size = len(episode.token_ids)
     if not whole([*episode.prompt_ids, *episode.token_ids], vocabulary) or not episode.prompt_ids or not size:
         return f"token ids must be whole numbers below {vocabulary}, in prompt and response"
@@ -103,13 +106,14 @@ def describe(
         "new": scores.new_BT,
         "final": scores.final_BT,
     }
+
+    def decode(ids):
+        return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
     records = []
     for place, row in enumerate(rows):
         episode = episodes[row]
         start, end = len(episode.prompt_ids), len(episode.prompt_ids) + len(episode.token_ids)
-        decode = lambda ids: tokenizer.decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
         logprobs = {
             name: [
                 round(value, 6) if action else None

@@ -224,9 +224,14 @@ class Batcher:
         """Counts since the start, the queue now, the size of batches, and latency percentiles of the last
         requests, in ms."""
         ordered, counts = sorted(self.latencies_s), self.counts
-        percentile = lambda share: (
-            round(1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))], 2) if ordered else None
-        )
+
+        def percentile(share):
+            return (
+                round(1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))], 2)
+                if ordered
+                else None
+            )
+
         looked_up = self.cache.num_hits + self.cache.num_misses
         return {
             "uptime_s": round(time.monotonic() - self.started, 1),

@@ -63,11 +63,17 @@ def _read_passage(item: object, where: str) -> Passage:
     contents = document.get("contents") if isinstance(document, dict) else None
     if not isinstance(contents, str):
         raise ValueError(f'a passage without "contents" for {where}')
+
     # Half characters (lone surrogates, which JSON can spell) become U+FFFD: no tokenizer and no file takes
     # them.
-    whole = lambda text: text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    def whole(text):
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
     name, score = document.get("id"), item.get("score")
-    is_number = lambda value: isinstance(value, (int, float)) and not isinstance(value, bool)
+
+    def is_number(value):
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+
     try:
         score = float(score) if is_number(score) else 0.0
     except OverflowError:

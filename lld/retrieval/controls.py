@@ -26,9 +26,11 @@ class RandomSearch:
         self.corpus = corpus
 
     def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        draw = lambda query: np.random.default_rng(
-            int.from_bytes(hashlib.blake2b(query.encode(), digest_size=8).digest(), "big")
-        )
+        def draw(query):
+            return np.random.default_rng(
+                int.from_bytes(hashlib.blake2b(query.encode(), digest_size=8).digest(), "big")
+            )
+
         return [
             [
                 self.corpus[int(row)]

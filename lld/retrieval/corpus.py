@@ -112,11 +112,11 @@ class Corpus:
             _open_lines(self.path) as file,
             tqdm(desc=f"reading {self.path}", unit="passage", disable=size <= SMALL_BYTES) as bar,
         ):
-            flush = lambda: writer.write_batch(
-                pa.record_batch(
-                    [pa.array(column, pa.large_string()) for column in zip(*rows, strict=True)], schema=SCHEMA
-                )
-            )
+
+            def flush():
+                columns = [pa.array(column, pa.large_string()) for column in zip(*rows, strict=True)]
+                writer.write_batch(pa.record_batch(columns, schema=SCHEMA))
+
             for number, line in enumerate(_lines(file, self.path), start=1):
                 digest.update(line)
                 passage = parse_passage(line, f"{self.path} line {number}")

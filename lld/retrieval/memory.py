@@ -41,7 +41,10 @@ def vector_bytes(factory: str, dim: int) -> float:
 
 def choices(num_vectors: int, dim: int) -> dict[str, float]:
     """Bytes of every way to hold the vectors, largest first."""
-    of = lambda factory: num_vectors * vector_bytes(factory, dim)
+
+    def of(factory):
+        return num_vectors * vector_bytes(factory, dim)
+
     return {
         "faiss hnsw": of("HNSW32"),
         "faiss flat": of("Flat"),

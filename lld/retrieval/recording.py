@@ -11,7 +11,8 @@ from lld.protocol import Passage
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT);
-CREATE TABLE IF NOT EXISTS searches (query TEXT, topk INTEGER, passages TEXT, PRIMARY KEY (query, topk)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS searches (query TEXT, topk INTEGER, passages TEXT, PRIMARY KEY (query, topk))
+    WITHOUT ROWID;
 """
 
 

@@ -116,11 +116,8 @@ def read_episodes(box: Path, step: int, group_size: int, vocabulary: int) -> lis
 def read_dropped(box: Path, step: int) -> dict:
     """What the boxed run logged of groups that are not among the step's episodes, since nothing was found for
     them."""
-    return {
-        "empty_groups": row["empty_groups"]
-        for row in runs.read_rows(box / "metrics.jsonl")
-        if row["step"] == step and "empty_groups" in row
-    }
+    logged = [row for row in runs.read_rows(box / "metrics.jsonl") if row["step"] == step]
+    return {"empty_groups": logged[-1]["empty_groups"]} if logged and "empty_groups" in logged[-1] else {}
 
 
 def same_rows(original: list[dict], replayed: list[dict]) -> list[str]:

@@ -77,7 +77,7 @@ def take(run_dir: Path, rank: int = 0) -> Lock:
         try:
             if rank == 0:
                 run_dir.mkdir(parents=True, exist_ok=True)
-            lock.file = open(path, "a+")
+            lock.file = open(path, "a+")  # noqa: SIM115
             fcntl.flock(lock.file, (fcntl.LOCK_SH if rank else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             if lock.holds():
                 break
