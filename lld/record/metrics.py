@@ -1,7 +1,7 @@
-"""Glossary of every logged name, running means over processes, and the JSONL log.
+"""Metrics of episodes and of optimizer steps, timings, and the JSONL logs.
 
 `metrics.jsonl` holds what a run computed, one row a step, and is bit-identical when a run is repeated or
-resumed; `timings.jsonl` holds what the clock said.
+resumed; `timings.jsonl` holds what depends on the machine.
 """
 
 import fnmatch
@@ -21,8 +21,10 @@ from lld.tools import TOOLS
 
 
 def summarize_updates(update_rows: list[dict]) -> dict[str, float]:
-    """The optimizer steps of a rollout as one row: means of losses, mean and maximum of the gradient norm,
-    number skipped."""
+    """The optimizer steps of a rollout as one row.
+
+    Means of the losses, mean and maximum of the gradient norm, number of skipped steps.
+    """
     names = sorted({name for row in update_rows for name in row if name.startswith("loss")})
     values = {name: [row[name] for row in update_rows if name in row] for name in [*names, "grad_norm"]}
     norms = values.pop("grad_norm")
@@ -35,60 +37,71 @@ def summarize_updates(update_rows: list[dict]) -> dict[str, float]:
 
 
 def described(name: str) -> bool:
-    """Whether the glossary defines `name`; eval names hold the benchmark in place of '*'."""
+    """Whether the glossary defines `name`; a '*' in an entry stands for any text, such as a benchmark."""
     return name in GLOSSARY or any(
         "*" in pattern and fnmatch.fnmatchcase(name, pattern) for pattern in GLOSSARY
     )
 
 
+def mean(values: list[float]) -> float:
+    """0 where there are none."""
+    return sum(values) / max(1, len(values))
+
+
+def answer_match(episode: Episode) -> float:
+    """Exact match of the answer; 0 without one."""
+    if episode.answer is None:
+        return 0.0
+    return exact_match(episode.answer, episode.question.golden_answers)
+
+
+def has_gold(episode: Episode) -> bool | None:
+    """Whether a retrieved passage holds a gold answer; None for a yes/no question."""
+    contents = [passage.contents for turn in episode.turns for passage in turn.passages]
+    return gold_in_results(episode.question.golden_answers, contents)
+
+
+def is_truncated(episode: Episode) -> bool:
+    """Whether it ran out of context, or a turn of it out of its token budget."""
+    return episode.stop_reason == "length" or any(turn.stop == "length" for turn in episode.turns)
+
+
 def describe_episodes(episodes: list[Episode], rewards_PG: torch.Tensor) -> dict[str, float]:
-    """What the episodes of a step were like; names in GLOSSARY."""
+    """Metrics of a step's episodes and their rewards."""
     turns = [turn for episode in episodes for turn in episode.turns]
     searches = [turn for turn in turns if turn.searched]
     attempts = [turn for turn in turns if turn.kind != "answer"]
-    found = [
-        gold_in_results(
-            e.question.golden_answers, [passage.contents for turn in e.turns for passage in turn.passages]
-        )
-        for e in episodes
-    ]
-
-    def mean(values):
-        return sum(values) / max(1, len(values))
-
-    return {
+    found = [has_gold(episode) for episode in episodes]
+    row = {
         "reward/mean": float(rewards_PG.mean()),
         "reward/std": float(rewards_PG.std(dim=1).mean()),
         "reward/mixed_groups": float((rewards_PG != rewards_PG[:, :1]).any(dim=1).float().mean()),
-        "em": mean(
-            [0.0 if e.answer is None else exact_match(e.answer, e.question.golden_answers) for e in episodes]
-        ),
+        "em": mean([answer_match(episode) for episode in episodes]),
         "searches": mean([e.num_searches for e in episodes]),
         "turns": mean([len(e.turns) for e in episodes]),
         "valid_actions": mean([turn.kind != "invalid" for turn in turns]),
         "valid_searches": mean([turn.kind == "search" for turn in attempts]),
         "answered": mean([e.stop_reason == "answer" for e in episodes]),
-        "truncated": mean(
-            [e.stop_reason == "length" or any(turn.stop == "length" for turn in e.turns) for e in episodes]
-        ),
+        "truncated": mean([is_truncated(episode) for episode in episodes]),
         "cut_passages": mean([turn.num_cut_passages for turn in searches]),
         "response_tokens": mean([e.num_model_tokens for e in episodes]),
         "episode_tokens": mean([len(e.prompt_ids) + len(e.token_ids) for e in episodes]),
         "gold_in_results": mean([hit for hit in found if hit is not None]),
-        # The search tool's are "searches" above
-        **{
-            f"calls/{kind}": mean([sum(t.answered and t.kind == kind for t in e.turns) for e in episodes])
-            for kind in TOOLS
-            if kind != "search"
-        },
     }
+    for kind in TOOLS:
+        if kind != "search":  # its calls are "searches"
+            calls = [sum(turn.answered and turn.kind == kind for turn in e.turns) for e in episodes]
+            row[f"calls/{kind}"] = mean(calls)
+    return row
 
 
 def append_rows(path: Path, rows: list[dict]) -> None:
-    """Appends JSON lines and makes sure they are on the disk; every name must be in the glossary. An OSError
-    names the file."""
+    """Appends JSON lines and flushes them to the disk; every name must be in the glossary.
+
+    Raises OSError with the file's name where it cannot be written.
+    """
     unknown = [name for row in rows for name in row if not described(name)]
-    assert not unknown, f"not in metrics.GLOSSARY: {unknown}"
+    assert not unknown, f"not in GLOSSARY of lld/record/glossary.py: {unknown}"
     with naming(path), open(path, "a") as file:
         file.write("".join(json.dumps(row) + "\n" for row in rows))
         file.flush()
@@ -102,8 +115,10 @@ def replace_last_row(path: Path, row: dict) -> None:
 
 
 def truncate_rows(path: Path, step_of: Callable[[str], int], num_steps: int) -> None:
-    """Drops lines of steps that a resumed run is about to repeat, those that have no step (`step_of` raises),
-    and a last one cut short by a kill."""
+    """Drops the lines of steps that a resumed run will repeat.
+
+    Also those without a step (`step_of` raises), and a last one that a kill cut short.
+    """
     if not path.exists():
         return
     kept = []
@@ -116,10 +131,11 @@ def truncate_rows(path: Path, step_of: Callable[[str], int], num_steps: int) -> 
 
 
 class Timed:
-    """A search function that knows how long it has run."""
+    """A search function that adds up the seconds it takes."""
 
     def __init__(self, search):
-        self.search, self.seconds = search, 0.0
+        self.search = search
+        self.seconds = 0.0
 
     def __call__(self, queries: list[str]):
         start = time.perf_counter()
@@ -134,7 +150,7 @@ class Timed:
 
 
 class Clock:
-    """Seconds of the phases of one step."""
+    """Seconds of one step, phase by phase."""
 
     def __init__(self):
         self.start = self.last = time.perf_counter()
@@ -142,7 +158,8 @@ class Clock:
 
     def lap(self, name: str) -> None:
         now = time.perf_counter()
-        self.laps[name], self.last = now - self.last, now
+        self.laps[name] = now - self.last
+        self.last = now
 
     def row(
         self, search_s: float, episodes: list[Episode], num_processes: int, trained_tokens: int
