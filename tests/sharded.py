@@ -28,7 +28,7 @@ from lld import files, settings
 from lld.episode import collate
 from lld.policy import Policy
 from lld.record.metrics import summarize_updates
-from lld.running import checkpoint, sharding
+from lld.running import checkpoint, recording, setup, sharding
 from lld.update import score_batch, update_policy
 
 SPREAD = [[1.0, -0.5, -0.5], [0.0, 0.0, 0.0], [1.1, 0.1, -1.2], [-1.0, 0.5, 0.5], [0.3, -0.6, 0.3]]
@@ -245,10 +245,10 @@ def optimizer_and_checkpoint(accelerator, folder: Path) -> dict:
     return found
 
 
-def watch_whole_models(train) -> list[int]:
-    """How many whole models this process holds each time that train.py has just opened one; the list grows as
+def watch_whole_models() -> list[int]:
+    """How many whole models this process holds each time that a run has just opened one; the list grows as
     it runs."""
-    load, kept, found = train.load_lm, [], []
+    load, kept, found = setup.load_lm, [], []
 
     def load_and_count(options):
         lm = load(options)
@@ -256,7 +256,7 @@ def watch_whole_models(train) -> list[int]:
         found.append(sum(all(weight() is not None for weight in weights) for weights in kept))
         return lm
 
-    train.load_lm = load_and_count
+    setup.load_lm = load_and_count
     return found
 
 
@@ -265,14 +265,14 @@ def whole_runs(accelerator, folder: Path) -> tuple[dict[str, int], list[int]]:
     the first run."""
     import train
 
-    train.write_report = train.Accelerator.end_training = lambda *_: None  # the process group serves all runs
+    recording.draw_report = Accelerator.end_training = lambda *_: None  # the process group serves all runs
     codes = {}
 
     def run(name, *more, yaml=None, fsdp=True):
         os.environ["ACCELERATE_USE_FSDP"] = str(fsdp).lower()
         codes[name] = train.main(["--config", str(folder / f"{yaml or name}.yaml"), *more])
 
-    opened = watch_whole_models(train)
+    opened = watch_whole_models()
     run("sharded")
     opened = list(opened)
     if accelerator.is_main_process:

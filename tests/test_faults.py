@@ -18,8 +18,11 @@ from test_rollout import play
 from test_train import rows, write_config
 
 import train
+from lld import episode as episode_module
 from lld import protocol, settings
+from lld.model.load import load_tokenizer
 from lld.protocol import Passage
+from lld.running import setup
 from lld.tools import RetrieverError
 
 FAULTS = ("killed", "hangs", "short", "garbage", "empty", "blank", "error", "half")
@@ -107,17 +110,17 @@ def run(folder, name, monkeypatch, share, server_class=Unreliable, arguments=(),
         "run": {"dir": str(folder / name), "steps": 4, "save_every": 4},
         "optim": {"lr": 1e-6},
     }
-    trained, collate = [], train.collate
+    trained, collate = [], episode_module.collate
 
     def spy(episodes, *rest):
         trained.append(list(episodes))
         return collate(episodes, *rest)
 
-    check_health = train.check_health
+    check_health = setup.check_health
     with monkeypatch.context() as patch:
-        patch.setattr(train, "collate", spy)
+        patch.setattr(episode_module, "collate", spy)
         patch.setattr(
-            train,
+            setup,
             "check_health",
             lambda options: (
                 check_health(dataclasses.replace(options, timeout_s=20)),
@@ -146,7 +149,7 @@ def test_only_what_was_retrieved_is_trained_on(folder, monkeypatch, overlap):
         folder, f"faulty-{overlap}", monkeypatch, 0.3, overlap_search=overlap, num_questions=10
     )
     assert code == 0 and len(trained) == 4 and len(set(handler.faults)) >= 4, (code, handler.faults)
-    tokenizer = train.load_tokenizer(settings.load(str(folder / f"faulty-{overlap}.yaml")).model)
+    tokenizer = load_tokenizer(settings.load(str(folder / f"faulty-{overlap}.yaml")).model)
     retrieved = {(query, tuple(contents)) for reply in handler.good for query, contents in reply.items()}
     num_observations = 0
     for episode in (episode for episodes in trained for episode in episodes):

@@ -20,8 +20,10 @@ from transformers import AutoModelForCausalLM
 import train
 from lld import config, protocol, settings
 from lld.engine.engine import Engine
+from lld.episode import collate
 from lld.evaluate import evaluate_questions
-from lld.running import checkpoint, sharding
+from lld.model.load import load_tokenizer
+from lld.running import checkpoint, setup, sharding
 from lld.update import micro_batches, plan_updates
 
 LAUNCH = [
@@ -95,7 +97,7 @@ def test_the_cases_are_what_they_say():
     for case, counts in (("ragged", {(2, 3), (3, 2)}), ("idle", {(1, 0), (0, 1)})):
         episodes = make_episodes(3 * len(CASES[case][0]), len(make_tokenizer()))
         plan = plan_updates([len(episode.token_ids) for episode in episodes], 3, 2)
-        batch = train.collate(episodes, torch.tensor(CASES[case][0]), 0)
+        batch = collate(episodes, torch.tensor(CASES[case][0]), 0)
         assert {
             tuple(len(micro_batches(share, batch, config.Optim(micro_batch_size=1))) for share in shares)
             for shares in plan
@@ -225,7 +227,7 @@ def test_a_checkpoint_of_shards_evaluates_identically(found, folder):
     last = folder / "sharded" / "checkpoints" / f"step_{STEPS:06d}"
     cfg = settings.load(str(folder / "sharded.yaml"))
     tokenizer, lm = (
-        train.load_tokenizer(cfg.model),
+        load_tokenizer(cfg.model),
         AutoModelForCausalLM.from_pretrained(last, attn_implementation="lld").eval(),
     )
     engine = Engine(
@@ -237,7 +239,7 @@ def test_a_checkpoint_of_shards_evaluates_identically(found, folder):
         stop_strings=protocol.STOP_STRINGS,
         eos_ids=protocol.eos_ids(lm, tokenizer),
     )
-    _, held_out, search = train.open_world(cfg, tokenizer)
+    _, held_out, search = setup.open_world(cfg, tokenizer)
     records = evaluate_questions(engine, tokenizer, held_out["tiny"], search, cfg, seed=cfg.run.seed)
     logged = [
         json.loads(line)

@@ -23,8 +23,20 @@ from test_train import Failing, draw_nothing, refused, rows, write_config
 from tqdm import tqdm
 
 import train
-from lld import config, files, settings
-from lld.running import checkpoint, lock, provenance, survive
+from lld import config, files, settings, update
+from lld.policy import Policy
+from lld.running import (
+    checkpoint,
+    crashbox,
+    ending,
+    evaluating,
+    lock,
+    playing,
+    provenance,
+    recording,
+    saving,
+    survive,
+)
 
 STEPS = 4
 
@@ -70,8 +82,15 @@ def same(run_dir: Path, undisturbed: Path) -> bool:
 
 
 def on_visit(patch, where: str, visit: int, do) -> None:
-    """Calls `do()` at the beginning of that visit of train.py's `where`."""
-    original, visits = getattr(train, where), []
+    """Calls `do()` at the beginning of that visit of the run's `where`."""
+    module = {
+        "play": playing,
+        "update_policy": update,
+        "evaluate": evaluating,
+        "save": saving,
+        "write_checkpoint": saving,
+    }[where]
+    original, visits = getattr(module, where), []
 
     def wrapped(*args, **kwargs):
         visits.append(where)
@@ -79,7 +98,7 @@ def on_visit(patch, where: str, visit: int, do) -> None:
             do()
         return original(*args, **kwargs)
 
-    patch.setattr(train, where, wrapped)
+    patch.setattr(module, where, wrapped)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +106,7 @@ def on_visit(patch, where: str, visit: int, do) -> None:
     [
         ("play", 2, signal.SIGTERM, 1, 1),  # the second rollout is dropped
         # The second update is finished; the evaluation after it is made up on resuming
-        ("learn", 2, signal.SIGINT, 2, 2),
+        ("update_policy", 2, signal.SIGINT, 2, 2),
         ("evaluate", 1, signal.SIGTERM, 0, 0),  # the evaluation at the start
         ("save", 1, signal.SIGTERM, 2, 2),  # the checkpoint is finished; the next rollout is not begun
     ],
@@ -206,7 +225,7 @@ def test_a_folder_in_use_is_refused_with_who_uses_it(folder, undisturbed, capsys
 def test_a_replay_of_a_box_in_use_is_refused(tmp_path, monkeypatch, capsys):
     held = lock.take(tmp_path / "box" / "replays" / "unchanged")
     monkeypatch.setattr(
-        train.crashbox,
+        crashbox,
         "replay_options",
         lambda box, overrides: settings.with_overrides({}, [f"run.dir={box}/replays/unchanged"]),
     )
@@ -461,7 +480,7 @@ def test_a_disk_that_is_full_while_the_log_is_written_ends_the_run(folder, undis
         log.symlink_to("/dev/full")
 
     with monkeypatch.context() as patch:
-        on_visit(patch, "learn", 4, fill)
+        on_visit(patch, "update_policy", 4, fill)
         message = refused(capsys, config, code=7)
     assert f"No space left on device: '{log}'" in message and "step_000002, and it is untouched" in message
     log.unlink()
@@ -488,37 +507,37 @@ def test_a_folder_that_cannot_be_written_is_named(folder, capsys, monkeypatch):
 
     opened = builtins.open
     with monkeypatch.context() as patch:
-        on_visit(patch, "learn", 3, lambda: patch.setattr(builtins, "open", read_only))
+        on_visit(patch, "update_policy", 3, lambda: patch.setattr(builtins, "open", read_only))
         message = refused(capsys, small(folder, "c"), code=7)
     assert "Read-only file system" in message and "step_000002, and it is untouched" in message
 
 
 def test_without_a_checkpoint_none_is_called_untouched_and_the_advice_can_be_followed(tmp_path):
     assert (
-        train.after_disk(tmp_path, False)
+        ending.after_disk(tmp_path, False)
         == "There is no checkpoint yet: make room or mend the folder's permissions, then start the run again."
     )
     (tmp_path / "config.yaml").write_text("")
-    assert "then continue with --resume" in train.after_disk(tmp_path, False)
+    assert "then continue with --resume" in ending.after_disk(tmp_path, False)
 
 
 def test_a_run_whose_folder_is_removed_ends_in_one_line(folder, capsys, monkeypatch):
     config = small(folder, "removed", eval={"every": 0})
     with monkeypatch.context() as patch:
-        on_visit(patch, "learn", 2, lambda: shutil.rmtree(folder / "removed"))
+        on_visit(patch, "update_policy", 2, lambda: shutil.rmtree(folder / "removed"))
         message = refused(capsys, config, code=7)
     assert f"{folder / 'removed'} is gone, and all that was in it" in message and "Traceback" not in message
 
 
 def test_a_gradient_that_is_not_finite_skips_its_update_and_the_run_goes_on(folder, capsys, monkeypatch):
-    calls, original = [], train.update_policy.__globals__["loss_of"]
+    calls, original = [], vars(update)["loss_of"]
 
     def poisoned(*args, **kwargs):
         row_losses_B, terms = original(*args, **kwargs)
         calls.append(1)
         return (row_losses_B * float("nan") if len(calls) == 1 else row_losses_B), terms
 
-    monkeypatch.setitem(train.update_policy.__globals__, "loss_of", poisoned)
+    monkeypatch.setitem(vars(update), "loss_of", poisoned)
     assert train.main(["--config", str(small(folder, "poisoned", eval={"every": 0}))]) == 0
     assert [row["skipped_updates"] for row in rows(folder / "poisoned")] == [1, 0, 0, 0]
     assert "step skipped. Episodes with a non-finite loss: " in capsys.readouterr().out
@@ -536,16 +555,16 @@ def test_a_run_whose_every_gradient_is_not_finite_ends_before_it_wastes_days(
 ):
     nan = float("nan")
     if what == "loss":
-        original = train.update_policy.__globals__["loss_of"]
+        original = vars(update)["loss_of"]
         monkeypatch.setitem(
-            train.update_policy.__globals__,
+            vars(update),
             "loss_of",
             lambda *args, **kwargs: (original(*args, **kwargs)[0] * nan, original(*args, **kwargs)[1]),
         )
     else:  # nothing is left that entropy or a likelihood could be the mean of
-        forward = train.Policy.forward
+        forward = Policy.forward
         monkeypatch.setattr(
-            train.Policy, "forward", lambda *args: tuple(values_BT * nan for values_BT in forward(*args))
+            Policy, "forward", lambda *args: tuple(values_BT * nan for values_BT in forward(*args))
         )
     message = refused(capsys, small(folder, f"hopeless_{what}", eval={"every": 0}), code=6)
     assert (
@@ -556,16 +575,16 @@ def test_a_run_whose_every_gradient_is_not_finite_ends_before_it_wastes_days(
 
 
 def test_weights_that_are_not_finite_are_never_saved(folder, capsys, monkeypatch):
-    step_of, learned = [], train.learn
+    steps, learned = [], recording.describe_learning
 
-    def break_weights(parts, *args):
-        row = learned(parts, *args)
-        step_of.append(row[0]["step"])
-        if len(step_of) == 4:
-            next(parts.lm.parameters()).data[0, 0] = float("nan")
-        return row
+    def break_weights(run, step, *args):
+        found = learned(run, step, *args)
+        steps.append(step)
+        if len(steps) == 4:
+            next(run.models.lm.parameters()).data[0, 0] = float("nan")
+        return found
 
-    monkeypatch.setattr(train, "learn", break_weights)
+    monkeypatch.setattr(recording, "describe_learning", break_weights)
     message = refused(capsys, small(folder, "broken", eval={"every": 0}), code=6)
     good = checkpoint.folder_of(folder / "broken", 2)
     assert (
@@ -632,15 +651,15 @@ def test_a_retriever_that_goes_slows_or_lies_ends_the_run_with_a_checkpoint(fold
 
 def blow_up(patch, step: int) -> None:
     """The update of `step` leaves weights that are finite and useless."""
-    learned = train.learn
+    learned = recording.describe_learning
 
-    def learn(parts, cfg, now, *args):
-        row = learned(parts, cfg, now, *args)
-        for weight in parts.lm.parameters() if now == step else ():
+    def learn(run, now, *args):
+        found = learned(run, now, *args)
+        for weight in run.models.lm.parameters() if now == step else ():
             weight.data.mul_(1e12)
-        return row
+        return found
 
-    patch.setattr(train, "learn", learn)
+    patch.setattr(recording, "describe_learning", learn)
 
 
 @pytest.mark.parametrize("keep", [1, 3])
@@ -678,14 +697,14 @@ def test_weights_broken_by_the_last_update_are_not_saved(folder, capsys, monkeyp
 
 def without_gradient(patch, steps: set[int]) -> None:
     """Every update of these steps has a loss that is not finite."""
-    original, learned, now = train.update_policy.__globals__["loss_of"], train.learn, []
+    original, prepared, now = vars(update)["loss_of"], recording.prepare_update, []
     patch.setattr(
-        train,
-        "learn",
-        lambda parts, cfg, step, *args: (now.append(step), learned(parts, cfg, step, *args))[1],
+        recording,
+        "prepare_update",
+        lambda run, step, *args: (now.append(step), prepared(run, step, *args))[1],
     )
     patch.setitem(
-        train.update_policy.__globals__,
+        vars(update),
         "loss_of",
         lambda *args, **kwargs: (
             original(*args, **kwargs)[0] * (float("nan") if now[-1] in steps else 1.0),
@@ -697,9 +716,9 @@ def without_gradient(patch, steps: set[int]) -> None:
 def test_a_checkpoint_due_when_no_update_could_be_made_waits_for_one_that_is(folder, capsys, monkeypatch):
     without_gradient(monkeypatch, {1})
     monkeypatch.setattr(
-        train,
+        evaluating,
         "evaluate",
-        lambda parts, cfg, num_steps: {"eval/tiny/em": {2: 0.9, 4: 0.5}.get(num_steps, 0.0)},
+        lambda run, num_steps: {"eval/tiny/em": {2: 0.9, 4: 0.5}.get(num_steps, 0.0)},
     )
     assert train.main(["--config", str(small(folder, "owed"))]) == 0
     assert sorted(path.name for path in (folder / "owed" / "checkpoints").iterdir()) == [
@@ -731,9 +750,9 @@ def test_what_a_kill_left_undone_after_the_last_checkpoint_is_done_on_resuming(
 ):
     """best.json and the pruning of older checkpoints."""
     monkeypatch.setattr(
-        train,
+        evaluating,
         "evaluate",
-        lambda parts, cfg, num_steps: {"eval/tiny/em": {2: 0.2, 4: 0.5}.get(num_steps, 0.0)},
+        lambda run, num_steps: {"eval/tiny/em": {2: 0.2, 4: 0.5}.get(num_steps, 0.0)},
     )
     path = small(folder, "undone", run={"keep_checkpoints": 1})
     with monkeypatch.context() as patch:
@@ -1016,7 +1035,7 @@ def test_the_best_checkpoint_is_kept_when_older_ones_go(folder, monkeypatch):
     """Held-out EM .1 .4 .4 .2 after steps 1 to 4, of which only the newest is to be kept: the best is that of
     step 2, the earlier at a tie."""
     scores = iter([0.1, 0.4, 0.4, 0.2, 0.3])
-    monkeypatch.setattr(train, "evaluate", lambda parts, cfg, num_steps: {"eval/tiny/em": next(scores)})
+    monkeypatch.setattr(evaluating, "evaluate", lambda run, num_steps: {"eval/tiny/em": next(scores)})
     path = small(
         folder, "best", run={"save_every": 1, "keep_checkpoints": 1}, eval={"every": 1, "at_start": False}
     )
@@ -1050,13 +1069,13 @@ def test_the_start_is_not_taken_for_an_evaluation_that_failed(folder, monkeypatc
     on resuming."""
     scores = iter([0.9, None, 0.2, 0.4])
 
-    def evaluate(parts, cfg, num_steps):
+    def evaluate(run, num_steps):
         score = next(scores)
         if score is None:
             raise survive.Unplayed("the search failed")
         return {"eval/tiny/em": score}
 
-    monkeypatch.setattr(train, "evaluate", evaluate)
+    monkeypatch.setattr(evaluating, "evaluate", evaluate)
     path = small(folder, "start", run={"save_every": 1, "steps": 2}, eval={"every": 1, "at_start": True})
     assert train.main(["--config", str(path)]) == 3
     assert "eval/tiny/em" not in rows(folder / "start")[0]
@@ -1070,9 +1089,9 @@ def test_the_start_is_not_taken_for_an_evaluation_that_failed(folder, monkeypatc
 
 def test_an_evaluation_that_is_the_best_so_far_saves_its_checkpoint(folder, monkeypatch):
     monkeypatch.setattr(
-        train,
+        evaluating,
         "evaluate",
-        lambda parts, cfg, num_steps: {
+        lambda run, num_steps: {
             "eval/tiny/em": {1: 0.2, 2: 0.5}.get(num_steps, 0.0),
             "eval/other/em": 0.0,
         },

@@ -19,8 +19,10 @@ import yaml
 from conftest import ROOT
 
 import train
-from lld.record import metrics
-from lld.running import checkpoint
+from lld import update
+from lld.record import metrics, phases
+from lld.running import checkpoint, evaluating, recording, setup
+from lld.tools import RetrieverError
 
 STEPS = 6
 
@@ -77,7 +79,7 @@ def run(config: Path, *more: str, timeout: int = 900):
 
 def draw_nothing(patch: pytest.MonkeyPatch) -> None:
     """Figures take longer than the runs of these tests."""
-    patch.setattr(train, "write_report", lambda *_: "")
+    patch.setattr(recording, "draw_report", lambda *_: "")
 
 
 def rows(folder: Path) -> list[dict]:
@@ -188,7 +190,7 @@ def test_a_resumed_run_keeps_its_options(folder, capsys):
     "name, remedy", [("mlflow", "pip install mlflow"), ("tensorbord", "accelerate knows aim, ")]
 )
 def test_a_tracker_that_would_be_left_out_is_refused(folder, capsys, monkeypatch, name, remedy):
-    monkeypatch.setattr(train, "get_available_trackers", list)
+    monkeypatch.setattr(setup, "get_available_trackers", list)
     message = refused(capsys, folder / "whole.yaml", f"run.trackers=[{name}]", f"run.dir={folder}/tracked")
     assert (
         f"run.trackers names {name!r}" in message and remedy in message and not (folder / "tracked").exists()
@@ -314,7 +316,7 @@ def test_a_retriever_that_fails_in_an_evaluation_loses_nothing_and_the_run_resum
 ):
     """The step before the evaluation is logged and saved; resumed with a good retriever, the run equals one
     that was never disturbed."""
-    rows_of, evaluate = {}, train.evaluate
+    rows_of, evaluate = {}, evaluating.evaluate
 
     def without_retriever(*args):
         handler.good = 0
@@ -334,7 +336,7 @@ def test_a_retriever_that_fails_in_an_evaluation_loses_nothing_and_the_run_resum
         )
         with monkeypatch.context() as patch:
             if name == "disturbed":
-                patch.setattr(train, "evaluate", without_retriever)
+                patch.setattr(evaluating, "evaluate", without_retriever)
             code = train.main(["--config", str(config)])
         if name == "disturbed":
             assert code == 3 and "Saved" in capsys.readouterr().err
@@ -401,7 +403,7 @@ def test_a_crash_box_replays_bit_for_bit_and_shows_another_loss(folder, capsys, 
 
     With more LLDS the first replayed update still agrees, later ones do not.
     """
-    monkeypatch.setattr(train.phases.Detector, "update", lambda self, row: (0, 2, 2, 3)[row["step"]])
+    monkeypatch.setattr(phases.Detector, "update", lambda self, row: (0, 2, 2, 3)[row["step"]])
     config = write_config(
         folder,
         "boxed",
@@ -409,9 +411,9 @@ def test_a_crash_box_replays_bit_for_bit_and_shows_another_loss(folder, capsys, 
         run={"dir": str(folder / "boxed"), "steps": 4, "save_every": 50},
         monitor={"crash_box": 1, "stop_in_phase": 3},
     )
-    anchors, update_policy = [], train.update_policy
+    anchors, update_policy = [], update.update_policy
     monkeypatch.setattr(
-        train,
+        update,
         "update_policy",
         lambda *args, anchor, **more: (
             anchors.append(anchor is not None) or update_policy(*args, anchor=anchor, **more)
@@ -470,7 +472,7 @@ def refused_replay(capsys, box: Path, *overrides: str) -> str:
 
 
 def test_a_run_can_stop_when_a_phase_begins_and_leaves_its_report(folder, capsys, monkeypatch):
-    monkeypatch.setattr(train.phases.Detector, "update", lambda self, row: 2 if row["step"] >= 1 else 0)
+    monkeypatch.setattr(phases.Detector, "update", lambda self, row: 2 if row["step"] >= 1 else 0)
     config = write_config(
         folder,
         "stopped",
@@ -498,7 +500,7 @@ def test_a_run_can_stop_when_a_phase_begins_and_leaves_its_report(folder, capsys
         (3, 3),
         (5, 5),
         (6, 6),
-        (train.RetrieverError("gone"), 3),
+        (RetrieverError("gone"), 3),
         (OSError(errno.ENOSPC, "full"), 7),
         (KeyError("a bug"), 1),
     ],
@@ -512,7 +514,7 @@ def test_however_a_run_ends_it_leaves_its_report(tmp_path, monkeypatch, capsys, 
             raise ending
         return ending
 
-    monkeypatch.setattr(train, "train", ends)
+    monkeypatch.setattr(train, "carry_out", ends)
 
     def call():
         return train.main(["--config", str(ROOT / "configs" / "tiny.yaml")])
@@ -529,7 +531,7 @@ def test_however_a_run_ends_it_leaves_its_report(tmp_path, monkeypatch, capsys, 
 def test_a_collapse_stops_the_run_fills_the_box_and_no_report_hides_why(folder, capsys, monkeypatch):
     """The rule itself, on made-up rewards that are lost at once; a report that fails costs neither message
     nor exit code."""
-    seen = train.phases.Detector.update
+    seen = phases.Detector.update
 
     def made_up(row):
         return row | {
@@ -538,7 +540,7 @@ def test_a_collapse_stops_the_run_fills_the_box_and_no_report_hides_why(folder, 
             "answered": 1.0 * (row["step"] == 0),
         }
 
-    monkeypatch.setattr(train.phases.Detector, "update", lambda self, row: seen(self, made_up(row)))
+    monkeypatch.setattr(phases.Detector, "update", lambda self, row: seen(self, made_up(row)))
     monkeypatch.setattr("lld.report.figure.write_page", lambda *_: 1 / 0)
     config = write_config(
         folder,

@@ -32,7 +32,7 @@ from test_train import write_config
 
 import train
 from lld.record.runs import read_rows
-from lld.running import checkpoint, survive
+from lld.running import checkpoint, recording, setup, survive
 
 PHASES = ("rollout", "update", "checkpoint", "evaluation")
 STEPS = 4
@@ -61,7 +61,7 @@ def start(config: Path, *more: str, before=None, rank: int = 0, num_ranks: int =
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(port),
         )
-    train.write_report = lambda *_: ""  # figures take longer than these runs
+    recording.draw_report = lambda *_: ""  # figures take longer than these runs
     try:
         if before is not None:
             before()
@@ -197,8 +197,8 @@ def hang(rank: int):
     """The search of `rank` never returns."""
 
     def before():
-        make = train.make_search
-        train.make_search = lambda retriever: (
+        make = setup.make_search
+        setup.make_search = lambda retriever: (
             (lambda queries: time.sleep(3600))
             if os.environ.get("RANK", "0") == str(rank)
             else make(retriever)

@@ -452,9 +452,10 @@ def train_twice(name: str, **changes) -> dict:
     from accelerate.state import AcceleratorState
 
     import train
+    from lld.running import recording
 
     AcceleratorState._reset_state(True)
-    train.write_report = lambda *_: ""
+    recording.draw_report = lambda *_: ""
     path, codes = small(name, **changes), []
     SIM.reset()
     with device():
@@ -516,11 +517,11 @@ def offloading() -> dict:
 def sharding() -> dict:
     """FSDP2 in bf16, one of the processes of torchrun: a run, then its resumption, and the weights of both
     ranks."""
-    import train
+    from accelerate import Accelerator
 
     torch.distributed.init_process_group("cpu:gloo,cuda:gloo")  # NCCL knows no pretended device
     os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
-    train.Accelerator.end_training = lambda *_: None  # the process group serves both runs
+    Accelerator.end_training = lambda *_: None  # the process group serves both runs
     return train_twice("sharded")
 
 

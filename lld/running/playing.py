@@ -1,0 +1,127 @@
+"""The rollout of a step, played by all processes of a run."""
+
+from accelerate.utils import gather_object
+from tqdm import tqdm
+
+from lld.config import Eval, Rollout
+from lld.engine.engine import Engine
+from lld.episode import Episode, Question
+from lld.rollout import Budgets, open_engine, rollout
+from lld.running import crashbox, sharding
+from lld.running.run import Run
+from lld.tools import Unplayed
+
+# Share of a step's groups that may be dropped because a query found nothing.
+# With more dropped, episodes that never search would be favoured.
+MAX_EMPTY_GROUPS = 0.5
+
+
+def new_engine(run: Run, sampling: Rollout | Eval) -> Engine:
+    """An engine with the temperature and top_p of training or of evaluation.
+
+    It reads the policy's weights, or a copy of them that is made now; every process must call.
+    """
+    models = run.models
+    if models.rollout_copy is not None:
+        sharding.refresh(models.rollout_copy, models.bare, run.accelerator.device)
+    lm = (models.rollout_copy or models.lm).eval()
+    return open_engine(lm, run.tokenizer, run.cfg.rollout, sampling)
+
+
+def play(run: Run, questions: list[Question], step: int) -> tuple[list[Episode], dict[str, float]]:
+    """The episodes of a step, question by question, the same on every process; and the share of groups that
+    were dropped because a search found nothing.
+
+    Each process plays whole groups, of every num_processes-th question. Groups in which a search failed are
+    left out, and so are those in which one found nothing, unless `retriever.empty_results` is "show". Raises
+    Unplayed, on all processes, where more groups failed than `rollout.max_failed_groups` allows, or more
+    found nothing than MAX_EMPTY_GROUPS.
+    """
+    played, failure = play_own_groups(run, questions, step)
+    failures = [text for text in gather_object([failure]) if text]
+    if failures:
+        raise Unplayed(failures[0])
+    groups = gather_groups(run, played, len(questions))
+    kept, failures, empty = sort_groups(groups)
+    if len(failures) > run.cfg.rollout.max_failed_groups * len(questions):
+        raise Unplayed(failures[0])
+    too_few_left = len(kept) < run.cfg.optim.updates_per_rollout
+    if len(empty) > MAX_EMPTY_GROUPS * len(questions) or (empty and too_few_left):
+        raise Unplayed(
+            f"{len(empty)} of {len(questions)} groups were dropped for a search without a passage "
+            f"({empty[0]}, for one): mend the index, or set retriever.empty_results=show, "
+            "which shows the model an empty block and which a resumed run may change"
+        )
+    return kept, {"empty_groups": len(empty) / len(questions)}
+
+
+def play_own_groups(run: Run, questions: list[Question], step: int) -> tuple[list[Episode], str | None]:
+    """The episodes of this process's questions; or none, and why they could not be played."""
+    cfg, accelerator = run.cfg, run.accelerator
+    places = own_places(run, len(questions))
+    ids = [question.id for question in questions]
+    try:
+        with (
+            accelerator.autocast(),
+            progress_bar(run, len(places) * cfg.rollout.group_size, "rollout") as progress,
+        ):
+            episodes = rollout(
+                new_engine(run, cfg.rollout),
+                run.tokenizer,
+                [questions[place] for place in places],
+                run.search,
+                Budgets.of(cfg.rollout),
+                num_samples=cfg.rollout.group_size,
+                seed=cfg.run.seed,
+                step=step,
+                repeats=[ids[:place].count(ids[place]) for place in places],
+                max_failed_groups=int(cfg.rollout.max_failed_groups * len(questions)),
+                empty_results=cfg.retriever.empty_results,
+                overlap_search=cfg.rollout.overlap_search,
+                progress=run.guard.ticks(progress),
+            )
+    except Unplayed as error:
+        return [], str(error)
+    return episodes, None
+
+
+def own_places(run: Run, num_questions: int) -> range:
+    """Places, among a step's or a benchmark's questions, of those that this process plays."""
+    return range(run.accelerator.process_index, num_questions, run.accelerator.num_processes)
+
+
+def gather_groups(run: Run, played: list[Episode], num_questions: int) -> list[list[Episode]]:
+    """The groups that all processes played, in the order of the step's questions."""
+    size = run.cfg.rollout.group_size
+    own = [
+        (place, played[i * size : (i + 1) * size]) for i, place in enumerate(own_places(run, num_questions))
+    ]
+    return [group for _, group in sorted(gather_object(own), key=lambda pair: pair[0])]
+
+
+def sort_groups(groups: list[list[Episode]]) -> tuple[list[Episode], list[str], list[str]]:
+    """The episodes of the groups in which every search found something, and why the others are dropped: first
+    those in which a search failed, then those in which one found nothing."""
+    kept, failures, empty = [], [], []
+    for group in groups:
+        reasons = {episode.stop_reason: episode.failure for episode in group if episode.failure}
+        if "failed_search" in reasons:
+            failures.append(reasons["failed_search"])
+        elif reasons:
+            empty.append(reasons["empty_search"])
+        else:
+            kept += group
+    return kept, failures, empty
+
+
+def replay(run: Run, step: int) -> tuple[list[Episode], dict[str, float]]:
+    """What `play` returned at this step of the run whose crash box is replayed."""
+    vocabulary = run.models.lm.get_input_embeddings().num_embeddings
+    episodes = crashbox.read_episodes(run.box, step, run.cfg.rollout.group_size, vocabulary)
+    return episodes, crashbox.read_dropped(run.box, step)
+
+
+def progress_bar(run: Run, total: int, what: str) -> tqdm:
+    """On a terminal only (`disable=None`): in a log file each redrawing would be a line."""
+    hidden = None if run.accelerator.is_main_process else True
+    return tqdm(total=total, desc=what, leave=False, disable=hidden)

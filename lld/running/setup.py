@@ -1,0 +1,269 @@
+"""Opens and checks everything a run works with, before any work starts: `open_run`."""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, set_seed
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from lld import protocol, settings
+from lld.config import Config, Model
+from lld.data import load_benchmark, load_questions
+from lld.episode import Batch, Question
+from lld.model.load import check_fit, load_lm, load_tokenizer, read_shape
+from lld.policy import Policy
+from lld.record.metrics import Timed
+from lld.record.phases import Detector
+from lld.retrieval.client import check_health, make_search
+from lld.rollout import check_prompts
+from lld.running import checkpoint, crashbox, lock, optimizers, plan, provenance, recording, sharding
+from lld.running.run import Models, Progress, Recorder, Run
+from lld.running.survive import PATIENCE, Guard
+
+
+def open_run(guard: Guard, cfg: Config, resume: bool, box: Path | None = None) -> Run:
+    """A run that can begin: new, resumed from its newest checkpoint, or of the episodes in a crash box.
+
+    Raises ValueError for what the user must change and RetrieverError for a retriever that does not answer;
+    every process must call.
+    """
+    sharding.check_launch()
+    check_trackers(cfg.run.trackers)
+    accelerator = open_accelerator(cfg)
+    resumed = open_folder(guard, cfg, resume, box, accelerator)
+    tokenizer = load_tokenizer(cfg.model)
+    questions, held_out, search, inputs = [], {}, Timed(None), {}
+    if box is None:
+        questions, held_out, search = open_world(cfg, tokenizer)
+        fingerprint = getattr(search.search, "fingerprint", None)
+        inputs = provenance.of_input(cfg, questions, held_out, fingerprint)
+    if resume:
+        provenance.check_input(Path(cfg.run.dir), inputs, cfg.loss.kl_weight)
+    plan.check(cfg)
+    models, optimizer = load_models(cfg, accelerator, tokenizer, resumed, plays=box is None)
+    run = Run(
+        cfg=cfg,
+        guard=guard,
+        accelerator=accelerator,
+        tokenizer=tokenizer,
+        questions=questions,
+        held_out=held_out,
+        search=search,
+        models=models,
+        optimizer=optimizer,
+        snapshots=[],
+        recorder=Recorder(Detector(cfg.optim.updates_per_rollout)),
+        progress=Progress(),
+        box=box,
+    )
+    if resumed is not None:
+        restore(run, resumed, resume)
+    begin_session(run, inputs)
+    recording.recall(run, box or run.dir)
+    if cfg.monitor.crash_box:
+        run.recorder.recent = crashbox.Recent(cfg.monitor.crash_box)
+    return run
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises ValueError for a tracker that accelerate does not know, or would leave out because its package
+    is not installed."""
+    installed = [tracker.value for tracker in get_available_trackers()]
+    for name in names:
+        if name not in LOGGER_TYPE_TO_CLASS:
+            raise ValueError(
+                f"run.trackers names {name!r}: accelerate knows {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}"
+            )
+        if name not in installed:
+            raise ValueError(
+                f"run.trackers names {name!r}, which is not installed: pip install "
+                f"{name.replace('_', '-')}, or drop it from run.trackers"
+            )
+
+
+def open_accelerator(cfg: Config) -> Accelerator:
+    """Accelerate's view of processes and devices, and torch's settings for the whole process."""
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # as under `accelerate launch`; a small policy gains nothing from more
+    # Torch's own time limit is minutes
+    patience = timedelta(days=365)
+    if cfg.run.watchdog_s:
+        patience = timedelta(seconds=PATIENCE * cfg.run.watchdog_s)
+    accelerator = Accelerator(
+        mixed_precision=cfg.model.mixed_precision if on_gpu else "no",
+        log_with=list(cfg.run.trackers) or None,
+        project_dir=Path(cfg.run.dir),
+        cpu=not on_gpu,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=patience)],
+    )
+    if sharding.is_asked(accelerator) and cfg.monitor.crash_box:
+        raise ValueError(
+            f"monitor.crash_box = {cfg.monitor.crash_box} with sharded weights: a box is kept whole by one "
+            "process, which is what sharding is to avoid; set it to 0, or train without FSDP"
+        )
+    if cfg.run.deterministic:
+        # Read when the first matrix is multiplied on a GPU
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(cfg.run.deterministic, warn_only=True)
+    # Episodes and data order have their own generators; this is for anything a model may draw
+    set_seed(cfg.run.seed)
+    return accelerator
+
+
+def open_folder(
+    guard: Guard, cfg: Config, resume: bool, box: Path | None, accelerator: Accelerator
+) -> Path | None:
+    """Takes and checks the run's folder, makes the tiny world where one is asked for, and returns the checked
+    checkpoint to start from, None for a new run."""
+    run_dir = Path(cfg.run.dir)
+    checkpoint.check_place(run_dir)
+    guard.lock = take_lock(run_dir, accelerator)
+    checkpoint.check_run_dir(run_dir, cfg, resume)
+    if cfg.tinyworld.dir is not None:
+        from lld.tinyworld import prepare  # it needs the retrievers' libraries
+
+        with accelerator.main_process_first():
+            prepare.prepare_world(cfg.tinyworld, cfg.rollout, cfg.retriever.topk)
+    if box is None and not resume:
+        return None
+    resumed = checkpoint.latest(box or run_dir)
+    if resumed is not None:
+        checkpoint.check(resumed)
+    if resumed is not None and resume:
+        num_steps = int(resumed.name.removeprefix("step_"))
+        checkpoint.check_logs(run_dir, num_steps, cfg.optim.updates_per_rollout)
+    return resumed
+
+
+def take_lock(run_dir: Path, accelerator: Accelerator) -> lock.Lock:
+    """This process's hold on the run's folder; ValueError on all of them where another run has it."""
+    taken = refusal = None
+    if accelerator.is_main_process:
+        try:
+            taken = lock.take(run_dir)
+        except (ValueError, OSError) as error:
+            refusal = str(error)
+    refusal = broadcast_object_list([refusal])[0]
+    if refusal:
+        raise ValueError(refusal)
+    return taken or lock.take(run_dir, accelerator.process_index)
+
+
+def open_world(
+    cfg: Config, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Question], dict[str, list[Question]], Timed]:
+    """Training questions, held-out questions and the search tool, each checked."""
+    questions = load_questions(cfg.data.train, split=cfg.data.train_split, sources=cfg.data.train_sources)
+    held_out = {}
+    if cfg.eval.every:
+        for name in cfg.eval.during_training:
+            held_out[name] = load_benchmark(cfg, name)[: cfg.eval.max_questions]
+    for some in (questions, *held_out.values()):
+        check_prompts(tokenizer, some, cfg.rollout.max_prompt_tokens)
+    protocol.check_observation_budget(tokenizer, cfg.retriever.topk, cfg.rollout.max_observation_tokens)
+    check_health(cfg.retriever)
+    return questions, held_out, Timed(make_search(cfg.retriever))
+
+
+def load_models(
+    cfg: Config,
+    accelerator: Accelerator,
+    tokenizer: PreTrainedTokenizerBase,
+    resumed: Path | None,
+    plays: bool,
+) -> tuple[Models, torch.optim.Optimizer]:
+    """The policy with its optimizer, and the frozen models that the options ask for.
+
+    Each process opens one whole float32 model at a time and puts it where it belongs before the next.
+    """
+    sharded = sharding.is_asked(accelerator)
+    start = cfg.model if resumed is None else dataclasses.replace(cfg.model, path=str(resumed))
+    lm = load_lm(start)
+    check_fit(lm, tokenizer, cfg.rollout.max_episode_tokens)
+    dtype = optimizers.weight_dtype(cfg.optim, accelerator.mixed_precision)
+    half_copy = accelerator.mixed_precision == "bf16" and dtype == torch.float32
+    rollout_copy = sharding.rollout_copy(lm, accelerator) if plays and (sharded or half_copy) else None
+    if cfg.model.gradient_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def frozen(options: Model) -> torch.nn.Module:
+        policy = Policy(optimizers.cast(load_lm(options), dtype)).requires_grad_(False)
+        if sharded:
+            return sharding.shard(policy, accelerator)
+        return accelerator.prepare_model(policy, evaluation_mode=True)
+
+    if sharded:
+        policy = sharding.shard(Policy(lm), accelerator)
+        optimizer = optimizers.make(policy, cfg.optim, dtype)
+    else:
+        policy = Policy(lm)
+        optimizer = optimizers.make(policy, cfg.optim, dtype)
+        moved = [True, cfg.optim.name != "adamw_offload"]
+        policy, optimizer = accelerator.prepare(policy, optimizer, device_placement=moved)
+    reference = frozen(cfg.model) if cfg.loss.kl_weight > 0 else None
+    anchor = frozen(start) if cfg.loss.lld_lag_steps else None
+    bare = accelerator.unwrap_model(policy)
+    return Models(policy, bare, bare.lm, rollout_copy, reference, anchor), optimizer
+
+
+def restore(run: Run, folder: Path, resume: bool) -> None:
+    """Brings optimizer, random numbers, snapshots and progress to where the checkpoint in `folder` was made."""
+    state = checkpoint.load_trainer_state(folder, expected_shapes(run.cfg.model))
+    sharding.load_optimizer(run.optimizer, [part["optimizer"] for part in state["parts"]])
+    torch.set_rng_state(state["rng"])
+    run.snapshots = sharding.load_snapshots(run.models.bare, [part["snapshots"] for part in state["parts"]])
+    num_steps = state["num_steps"]
+    progress = run.progress
+    progress.num_steps = num_steps
+    progress.num_proven_steps = state.get("proven", num_steps - 1)
+    progress.num_idle_steps = max(0, num_steps - 1 - progress.num_proven_steps)
+    if resume:
+        progress.unproven_checkpoint = num_steps
+    if run.cfg.monitor.sentinel_every and state.get("sentinel") is not None:
+        run.recorder.sentinel = Batch(**state["sentinel"])
+
+
+def begin_session(run: Run, inputs: dict[str, str]) -> None:
+    """Starts the watchdog, writes what is run into the folder, drops log rows of steps that will be repeated,
+    and opens the trackers."""
+    cfg, accelerator = run.cfg, run.accelerator
+    run.guard.watch(run.dir, accelerator, cfg.run.watchdog_s)
+    if accelerator.is_main_process:
+        first_step = run.progress.num_steps
+        notice = provenance.begin_session(run.dir, cfg, first_step, inputs, accelerator.num_processes)
+        checkpoint.begin_run(run.dir, cfg, first_step)
+        if notice:
+            print(f"train.py: {notice}", file=sys.stderr)
+    accelerator.wait_for_everyone()  # nobody reads the log before it is cut
+    if sharding.is_asked(accelerator) and not (run.dir / "run.json").exists():
+        raise ValueError(
+            f"run.dir = {run.dir}: process {accelerator.process_index} does not see what the main process "
+            "wrote there; choose a folder that all machines share"
+        )
+    if cfg.run.trackers:
+        options = {
+            f"{section}.{name}": str(value)
+            for section, values in settings.to_dict(cfg).items()
+            for name, value in values.items()
+        }
+        wandb = {"name": run.dir.name, "dir": str(run.dir)}
+        accelerator.init_trackers("lld", config=options, init_kwargs={"wandb": wandb})
+
+
+def expected_shapes(options: Model) -> dict[str, torch.Tensor]:
+    """The tensors that a model of `options.path` would have, without their memory."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            read_shape(options), trust_remote_code=options.trust_remote_code
+        ).state_dict()
