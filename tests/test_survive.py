@@ -89,6 +89,7 @@ def on_visit(patch, where: str, visit: int, do) -> None:
         "evaluate": evaluating,
         "save": saving,
         "write_checkpoint": saving,
+        "warn": recording,
     }[where]
     original, visits = getattr(module, where), []
 

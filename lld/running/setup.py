@@ -24,7 +24,7 @@ from lld.record.metrics import Timed
 from lld.record.phases import Detector
 from lld.retrieval.client import check_health, make_search
 from lld.rollout import check_prompts
-from lld.running import checkpoint, crashbox, lock, optimizers, plan, provenance, recording, sharding
+from lld.running import checkpoint, crashbox, dry_row, lock, optimizers, plan, provenance, recording, sharding
 from lld.running.run import Models, Progress, Recorder, Run
 from lld.running.survive import PATIENCE, Guard
 
@@ -37,6 +37,7 @@ def open_run(guard: Guard, cfg: Config, resume: bool, box: Path | None = None) -
     """
     sharding.check_launch()
     check_trackers(cfg.run.trackers)
+    dry_row.check_names(cfg)
     accelerator = open_accelerator(cfg)
     resumed = open_folder(guard, cfg, resume, box, accelerator)
     tokenizer = load_tokenizer(cfg.model)
