@@ -4,12 +4,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lld.protocol import PART_IDS
 from lld.tools import TOOLS, Passage
 
-# Parts of a response: a part's id in `Batch.part_ids_BT` and in files is its place here, from 1. Ids 1 to 3
-# are those of every run with the search tool alone; further tools follow.
-PARTS = ("think", "search", "answer", *(kind for kind in TOOLS if kind != "search"))
-PART_IDS = {part: number for number, part in enumerate(PARTS, start=1)}
+# Ids of the parts of a response.
 THINK, SEARCH, ANSWER = PART_IDS["think"], PART_IDS["search"], PART_IDS["answer"]
 
 

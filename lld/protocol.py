@@ -17,6 +17,11 @@ TAG_OF_KIND = {kind: tag for tag, kind in ACTION_TAGS.items()}
 TAGS = ("think", "information", *ACTION_TAGS)
 STOP_STRINGS = tuple(f"</{tag}>" for tag in ACTION_TAGS)
 
+# Parts of a response: a part's id in `Batch.part_ids_BT` and in files is its place here, from 1. Ids 1 to 3
+# are those of every run with the search tool alone; further tools follow.
+PARTS = ("think", "search", "answer", *(kind for kind in TOOLS if kind != "search"))
+PART_IDS = {part: number for number, part in enumerate(PARTS, start=1)}
+
 PROMPT = (
     "Answer the given question. You must conduct reasoning inside <think> and </think> first every time you "
     "get new information. After reasoning, if you find you lack some knowledge, you can call a search engine "

@@ -247,8 +247,8 @@ def test_every_name_the_page_draws_is_in_the_glossary():
     names = set(re.findall(r'\[\["([a-z_0-9]+/?[a-z_0-9/]*)", "', script)) | set(
         re.findall(r'\["((?:likelihood|displacement|final|wrong|displaced)/[a-z_/]+)"', script)
     )
-    # Two switches
-    assert len(names) > 15 and {name for name in names if not described(name)} == {"token", "new"}
+    # A switch
+    assert len(names) > 15 and {name for name in names if not described(name)} == {"new"}
 
 
 def test_escaped_json_holds_no_markup_and_loses_nothing():

@@ -33,13 +33,14 @@ from lld import files, settings
 from lld.advantages import group_advantages
 from lld.config import Config
 from lld.data import load_questions, questions_of_step
-from lld.episode import PARTS, Batch, Episode, Question, collate
+from lld.episode import Batch, Episode, Question, collate
 from lld.evaluation.options import options_of
 from lld.influence.view import compare, draw, print_case, print_conclusion, print_summary, readable
 from lld.model.folder import check_folder
 from lld.model.lm_head import token_scores
 from lld.model.load import check_fit, load_lm, load_tokenizer
 from lld.policy import Policy
+from lld.protocol import PARTS
 from lld.record.monitor import first_passages
 from lld.record.runs import printable
 from lld.retrieval.client import make_search

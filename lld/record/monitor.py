@@ -10,8 +10,9 @@ import dataclasses
 
 import torch
 
-from lld.episode import PARTS, Batch, Episode
+from lld.episode import Batch, Episode
 from lld.loss import GATES, MAX_LOG_RATIO, lld_gate
+from lld.protocol import PARTS
 from lld.reward import exact_match
 from lld.update import Scores
 

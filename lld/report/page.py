@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from lld.config import keys_of
+from lld.protocol import PARTS
 from lld.record import runs
 from lld.record.glossary import GLOSSARY
 
@@ -269,7 +271,14 @@ def page_content(
                 "trajectories": trajectories,
             }
         )
-    return {"runs": shown, "differences": runs.differences(options), "glossary": GLOSSARY}, blocks
+    content = {
+        "runs": shown,
+        "differences": runs.differences(options),
+        "glossary": GLOSSARY,
+        "parts": PARTS,
+        "gates": keys_of("loss", "GATES"),
+    }
+    return content, blocks
 
 
 def _hash(text: str) -> str:
