@@ -7,20 +7,22 @@ the number of processes changes a gradient.
 
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from accelerate.utils import gather_object
 from torch.distributed.fsdp import FSDPModule
 
 from lld import loss
-from lld.config import Config, Optim
+from lld.config import Config, Loss, Optim
 from lld.episode import ANSWER, Batch
 
 
 def learning_rate(step: int, optim: Optim) -> float:
-    """Constant after a linear warm-up over rollout steps, counted from 1 so that no step is spent at zero
-    (the official code's first rollout step runs with a learning rate of 0)."""
+    """Constant after a linear warm-up over rollout steps.
+
+    Steps count from 1, so that none has a learning rate of 0 (the official code's first one does).
+    """
     return optim.lr * min(1.0, (step + 1) / max(1, optim.warmup_steps))
 
 
@@ -40,7 +42,7 @@ def plan_updates(lengths: list[int], num_updates: int, num_processes: int) -> li
 
 
 def share_out(rows: list[int], lengths: list[int], num_shares: int) -> list[list[int]]:
-    """`rows` in shares of like token counts: longest first, each to the share with the fewest tokens."""
+    """`rows` in shares of similar token counts: longest first, each to the share with the fewest tokens."""
     shares, loads = [[] for _ in range(num_shares)], [0] * num_shares
     for row in sorted(rows, key=lambda row: (-lengths[row], row)):
         share = loads.index(min(loads))
@@ -50,8 +52,10 @@ def share_out(rows: list[int], lengths: list[int], num_shares: int) -> list[list
 
 
 def micro_batches(rows: list[int], batch: Batch, optim: Optim) -> list[list[int]]:
-    """`rows` in runs of one forward pass each: as few as `micro_batch_tokens` allows, of like token counts,
-    or `micro_batch_size` rows, longest first."""
+    """`rows` in micro-batches, each one forward pass.
+
+    As few as `micro_batch_tokens` allows, of similar token counts, or `micro_batch_size` rows, longest first.
+    """
     lengths = batch.lengths_B.tolist()
     if optim.micro_batch_tokens is None:
         rows = sorted(rows, key=lambda row: (-lengths[row], row))
@@ -64,14 +68,16 @@ def micro_batches(rows: list[int], batch: Batch, optim: Optim) -> list[list[int]
     return runs
 
 
-def select(batch: Batch, rows: list[int], device) -> dict[str, torch.Tensor]:
-    """The tensors of some rows, cut to the longest of them, on `device`."""
-    length = int(batch.lengths_B[rows].max())
-    cut = {
-        name: getattr(batch, name)[rows, :length] for name in ("token_ids_BT", "action_ids_BT", "part_ids_BT")
-    }
-    cut["advantages_B"] = batch.advantages_B[rows]
-    return {name: tensor.to(device) for name, tensor in cut.items()}
+def take_rows(batch: Batch, rows: list[int], device) -> Batch:
+    """The rows of a micro-batch on `device`; for no rows an empty one: a row without a token of the model.
+
+    Forward and backward passes of DDP and FSDP2 are collectives: a process with fewer micro-batches than
+    another runs empty ones, so that they pair up.
+    """
+    if rows:
+        return batch.rows(rows, device)
+    row = batch.rows([0], device)
+    return replace(row, action_ids_BT=torch.zeros_like(row.action_ids_BT))
 
 
 @torch.no_grad()
@@ -80,23 +86,22 @@ def score_rows(accelerator, policy, batch: Batch, plan: list[list[list[int]]], c
     CPU.
 
     Rows are scored in the micro-batches in which their update will read them, so that a policy that has not
-    moved gives the same numbers there, to the last bit. All processes make as many forward passes as the one
-    with most: those of a sharded model are collectives.
+    moved gives the same numbers there, to the last bit.
     """
     logprobs_BT = torch.zeros(batch.token_ids_BT.shape)
     policy.eval()
-    runs_of = lambda process: [
-        run for shares in plan for run in micro_batches(shares[process], batch, cfg.optim)
-    ]
+
+    def runs_of(process: int) -> list[list[int]]:
+        return [run for shares in plan for run in micro_batches(shares[process], batch, cfg.optim)]
+
     runs = [runs_of(process) for process in range(accelerator.num_processes)]
     own = runs[accelerator.process_index]
     for number in range(max(map(len, runs))):
-        some = own[number] if number < len(own) else []
-        part = select(batch, some or [0], accelerator.device)
-        scored_BT = (part["action_ids_BT"] > 0) & bool(some)
+        rows = own[number] if number < len(own) else []
+        micro = take_rows(batch, rows, accelerator.device)
         with accelerator.autocast():
-            scores_BT, _ = policy(part["token_ids_BT"], scored_BT, cfg.rollout.temperature)
-        logprobs_BT[some, : scores_BT.shape[1]] = scores_BT[: len(some)].cpu()
+            scores_BT, _ = policy(micro.token_ids_BT, micro.action_ids_BT > 0, cfg.rollout.temperature)
+        logprobs_BT[rows, : scores_BT.shape[1]] = scores_BT[: len(rows)].cpu()
     return logprobs_BT
 
 
@@ -108,37 +113,35 @@ def score_batch(accelerator, policy, batch: Batch, cfg: Config, num_updates: int
 
 
 def minibatch_counts(batch: Batch, rows: list[int], preserve: str) -> dict[str, int]:
-    """Denominators of one optimizer step: its rows, the model's tokens in them, and those of the preserving
-    set."""
+    """Denominators of one optimizer step: its rows, the model's tokens, and those in preserved rows."""
     tokens_B = (batch.action_ids_BT[rows] > 0).sum(1)
     preserved_B = loss.preserved_rows(batch.advantages_B[rows], preserve)
     return {"rows": len(rows), "tokens": int(tokens_B.sum()), "preserved": int(tokens_B[preserved_B].sum())}
 
 
 def loss_of(
-    part: dict,
-    logprobs_BT,
-    entropy_BT,
-    old_BT,
-    reference_BT,
-    anchor_BT,
-    counts: dict,
+    micro: Batch,
+    logprobs_BT: torch.Tensor,
+    entropy_BT: torch.Tensor | None,
+    divisor_BT: torch.Tensor,
+    reference_BT: torch.Tensor | None,
+    anchor_BT: torch.Tensor | None,
+    counts: dict[str, int],
     beta: float,
-    cfg: Config,
-):
-    """This micro-batch's share (B,) of the step's loss, row by row, and its unreduced terms (B, T) for the
-    record.
+    options: Loss,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A micro-batch's share (B,) of the step's loss, row by row, and its unreduced terms (B, T) for the log.
 
-    `old_BT` is what the ratio divides by, the trainer's or the sampler's; `anchor_BT`, with which LLDS
-    compares, is always the trainer's. Sums over all micro-batches and processes of a step are the loss of the
-    step: Eq. 1 (or its token mean) + kl_weight * k3 - entropy_weight * H + lambda * LLDS (Eq. 6).
+    `divisor_BT` is what the ratio divides by, the trainer's or the sampler's log-probabilities; `anchor_BT`,
+    with which LLDS compares, is always the trainer's. Sums over all micro-batches and processes of a step are
+    the loss of the step: Eq. 1 (or its token mean) + kl_weight * k3 - entropy_weight * H + lambda * LLDS
+    (Eq. 6). Terms without a weight are not computed, and their tables may be None.
     """
-    options = cfg.loss
-    mask_BT = part["action_ids_BT"] > 0
+    mask_BT = micro.action_ids_BT > 0
     terms_BT = loss.surrogate_terms(
         logprobs_BT,
-        old_BT,
-        part["advantages_B"],
+        divisor_BT,
+        micro.advantages_B,
         mask_BT,
         kind=options.kind,
         clip_low=options.clip_low,
@@ -155,19 +158,24 @@ def loss_of(
     else:
         row_losses_B = terms_BT.sum(1) / counts["tokens"]
     if options.lld_weight > 0:
-        terms["lld"] = loss.lld_terms(
-            logprobs_BT,
-            anchor_BT,
-            part["advantages_B"],
-            part["action_ids_BT"],
-            gate=options.lld_gate,
-            preserve=options.lld_preserve,
-            tolerance=options.lld_tolerance,
-        )
-        terms["lld"] = terms["lld"] * loss.answer_weights(part["part_ids_BT"] == ANSWER, beta)
+        terms["lld"] = weighted_lld_terms(micro, logprobs_BT, anchor_BT, beta, options)
         denominator = counts["preserved"] if options.lld_normalizer == "preserved" else counts["tokens"]
         row_losses_B = row_losses_B + options.lld_weight * terms["lld"].sum(1) / max(1, denominator)
     return row_losses_B, terms
+
+
+def weighted_lld_terms(micro: Batch, logprobs_BT, anchor_BT, beta: float, options: Loss) -> torch.Tensor:
+    """(B, T) LLDS terms, those of answer tokens times beta."""
+    terms_BT = loss.lld_terms(
+        logprobs_BT,
+        anchor_BT,
+        micro.advantages_B,
+        micro.action_ids_BT,
+        gate=options.lld_gate,
+        preserve=options.lld_preserve,
+        tolerance=options.lld_tolerance,
+    )
+    return terms_BT * loss.answer_weights(micro.part_ids_BT == ANSWER, beta)
 
 
 @dataclass
@@ -175,29 +183,41 @@ class Scores:
     """Log-probabilities (B, T) of the whole batch, the same on every process, 0 on tokens the model did not
     write.
 
-    All are the trainer's, by the same forward passes, so that what differs between two of them is the policy:
-    `old_BT` before the first update, `new_BT` and `entropy_BT` at the moment of the update that used the row,
-    `final_BT` after the last one (None where the rollout was not re-scored), `anchor_BT` what LLDS compares
-    with, which is `old_BT` unless it is an older policy. Only `divisor_BT`, what the ratio divides by, may be
-    the sampler's; None: it is `old_BT`. `rows[u]` are the rows of update u; `half`: whether all this was
-    computed in bf16.
+    All but `divisor_BT` are the trainer's, from forward passes over the same micro-batches: two of them
+    differ only by the policy.
+    """
+
+    old_BT: torch.Tensor  # before the first update
+    new_BT: torch.Tensor  # at the moment of the update that used the row
+    entropy_BT: torch.Tensor  # likewise
+    final_BT: torch.Tensor | None  # after the last update; None where the rollout was not scored again
+    anchor_BT: torch.Tensor  # what LLDS compares with: old_BT, or an older policy's
+    rows: list[list[int]]  # of each update
+    divisor_BT: torch.Tensor | None = None  # the sampler's, if the ratio divides by them; None: old_BT
+    half: bool = False  # computed in bf16
+
+
+@dataclass
+class Tables:
+    """Log-probabilities (B, T) on the CPU while a rollout is trained on: of this process's rows, 0 elsewhere.
+
+    `divisor_BT`, `reference_BT` and `anchor_BT` may be `old_BT` itself, not a copy: what is written into it
+    during the first update must appear in them (see `score_past`).
     """
 
     old_BT: torch.Tensor
+    divisor_BT: torch.Tensor
+    reference_BT: torch.Tensor
+    anchor_BT: torch.Tensor
     new_BT: torch.Tensor
     entropy_BT: torch.Tensor
-    final_BT: torch.Tensor | None
-    anchor_BT: torch.Tensor
-    rows: list[list[int]]
-    divisor_BT: torch.Tensor | None = None
-    half: bool = False
 
 
 def update_policy(
     accelerator, policy, reference, optimizer, batch: Batch, cfg: Config, *, beta: float, anchor=None
 ) -> tuple[list[dict], Scores]:
-    """Makes `updates_per_rollout` optimizer steps on one rollout; returns a row of metrics for each and what
-    was scored on the way.
+    """Makes `updates_per_rollout` optimizer steps on one rollout; returns a row of metrics for each, and all
+    log-probabilities that were computed.
 
     policy: prepared `Policy`; reference: frozen `Policy`, or None where kl_weight is 0; beta: LLDS-MA's
     weight on answer tokens; anchor: the older `Policy` LLDS compares with, or None for this rollout's.
@@ -207,99 +227,162 @@ def update_policy(
     true one. At the first update it is therefore exactly 0.
 
     A step whose loss or gradient is not finite is skipped on all processes, counted, and the episodes it came
-    from are named. Names of the rows are in metrics.GLOSSARY.
+    from are named. Names of the metrics are in lld/record/glossary.py.
     """
     plan = plan_updates(batch.lengths_B.tolist(), cfg.optim.updates_per_rollout, accelerator.num_processes)
-    score = lambda model, updates: score_rows(accelerator, model, batch, updates, cfg)
-    # At its first update the policy still is the old one: those rows' pass is the update's own (all rows',
-    # where there is one update).
-    old_BT = score(policy, plan[1:])
-    divisor_BT = batch.sampled_logprobs_BT if cfg.loss.old_logprobs == "sampler" else old_BT
-    reference_BT = score(reference, plan) if cfg.loss.kl_weight > 0 else old_BT
-    anchor_BT = score(anchor, plan) if anchor is not None else old_BT
-    new_BT, entropy_BT = torch.zeros_like(old_BT), torch.zeros_like(old_BT)
+    tables = score_past(accelerator, policy, reference, anchor, batch, plan, cfg)
     policy.train()
-    update_rows = []
-    rows_of = [sorted(row for share in shares for row in share) for shares in plan]
-    for shares, rows_of_step in zip(plan, rows_of, strict=True):
-        counts = minibatch_counts(batch, rows_of_step, cfg.loss.lld_preserve)
-        runs_of = [micro_batches(share, batch, cfg.optim) for share in shares]
-        runs, most = runs_of[accelerator.process_index], max(map(len, runs_of))
-        means, suspects = Means(accelerator.device), []
-        for number in range(most):
-            rows = runs[number] if number < len(runs) else [0]
-            part = select(batch, rows, accelerator.device)
-            # Collectives must pair up: a process with fewer micro-batches goes along with no tokens
-            if number >= len(runs):
-                part["action_ids_BT"] = torch.zeros_like(part["action_ids_BT"])
-            width = part["token_ids_BT"].shape[1]
-            # Shards are reduced each time: a whole gradient is what does not fit
-            with (
-                nullcontext()
-                if number == most - 1 or isinstance(policy, FSDPModule)
-                else accelerator.no_sync(policy)
-            ):
-                with accelerator.autocast():
-                    logprobs_BT, entropies_BT = policy(
-                        part["token_ids_BT"],
-                        part["action_ids_BT"] > 0,
-                        cfg.rollout.temperature,
-                        cfg.loss.entropy_weight > 0,
-                    )
-                if number < len(runs) and not update_rows:
-                    old_BT[rows, :width] = logprobs_BT.detach().cpu()
-                past = [
-                    tensor[rows, :width].to(accelerator.device)
-                    for tensor in (divisor_BT, reference_BT, anchor_BT)
-                ]
-                row_losses_B, terms = loss_of(part, logprobs_BT, entropies_BT, *past, counts, beta, cfg)
-                # DDP and FSDP2 average gradients over processes; the denominators already count all of them.
-                accelerator.backward(row_losses_B.sum() * accelerator.num_processes)
-            finite_B = row_losses_B.isfinite()
-            suspects += [
-                batch.names[row] for row, fine in zip(rows, finite_B.tolist(), strict=True) if not fine
-            ]
-            # A row that is not finite is named, not averaged
-            mask_BT = (part["action_ids_BT"] > 0) & finite_B[:, None]
-            means.add("loss", row_losses_B.detach() * counts["rows"], mask_BT.any(1))
-            for name, terms_BT in terms.items():
-                means.add(f"loss/{name}", terms_BT.detach(), mask_BT)
-            if number < len(runs):
-                new_BT[rows, :width] = logprobs_BT.detach().cpu()
-                entropy_BT[rows, :width] = entropies_BT.detach().cpu()
-        update_rows.append(
-            means.reduce(accelerator)
-            | make_step(accelerator, policy, optimizer, suspects, len(update_rows), cfg.optim.max_grad_norm)
+    update_rows = [
+        optimizer_step(accelerator, policy, optimizer, batch, shares, update, tables, beta, cfg)
+        for update, shares in enumerate(plan)
+    ]
+    return update_rows, gather_scores(accelerator, batch, plan, tables, cfg)
+
+
+def score_past(accelerator, policy, reference, anchor, batch: Batch, plan, cfg: Config) -> Tables:
+    """What the updates compare with, before the first of them.
+
+    - `old_BT` is not computed for the rows of the first update. There the policy still is the old one, so
+      that update's own forward pass fills them in; with one update per rollout nothing is scored twice.
+    - `divisor_BT` is the sampler's log-probabilities, which are not scored, or `old_BT` itself.
+    - `reference_BT` is scored where kl_weight > 0, else it is `old_BT` itself, which the loss does not read.
+    - `anchor_BT` is scored where LLDS compares with an older policy, else it is `old_BT` itself.
+    """
+    old_BT = score_rows(accelerator, policy, batch, plan[1:], cfg)
+    divisor_BT = reference_BT = anchor_BT = old_BT
+    if cfg.loss.old_logprobs == "sampler":
+        divisor_BT = batch.sampled_logprobs_BT
+    if cfg.loss.kl_weight > 0:
+        reference_BT = score_rows(accelerator, reference, batch, plan, cfg)
+    if anchor is not None:
+        anchor_BT = score_rows(accelerator, anchor, batch, plan, cfg)
+    new_BT, entropy_BT = torch.zeros_like(old_BT), torch.zeros_like(old_BT)
+    return Tables(old_BT, divisor_BT, reference_BT, anchor_BT, new_BT, entropy_BT)
+
+
+def optimizer_step(
+    accelerator,
+    policy,
+    optimizer,
+    batch: Batch,
+    shares: list[list[int]],
+    update: int,
+    tables: Tables,
+    beta: float,
+    cfg: Config,
+) -> dict[str, float]:
+    """One update on the rows `shares` (one list a process), micro-batch by micro-batch; returns its metrics."""
+    counts = minibatch_counts(batch, rows_of_update(shares), cfg.loss.lld_preserve)
+    runs_of = [micro_batches(share, batch, cfg.optim) for share in shares]
+    own, most = runs_of[accelerator.process_index], max(map(len, runs_of))
+    means, suspects = Means(accelerator.device), []
+    for number in range(most):
+        rows = own[number] if number < len(own) else []
+        micro = take_rows(batch, rows, accelerator.device)
+        # Sharded gradients are reduced after every micro-batch: a whole one does not fit.
+        reduces = number == most - 1 or isinstance(policy, FSDPModule)
+        with nullcontext() if reduces else accelerator.no_sync(policy):
+            losses_B, terms, logprobs_BT, entropies_BT = micro_batch_loss(
+                accelerator, policy, micro, rows, update, tables, counts, beta, cfg
+            )
+            # DDP and FSDP2 average gradients over processes; the denominators already count all of them.
+            accelerator.backward(losses_B.sum() * accelerator.num_processes)
+        finite_B = losses_B.isfinite()
+        suspects += [
+            batch.names[row] for row, finite in zip(rows, finite_B.tolist(), strict=False) if not finite
+        ]
+        # A row that is not finite is named, not averaged.
+        mask_BT = (micro.action_ids_BT > 0) & finite_B[:, None]
+        means.add("loss", losses_B.detach() * counts["rows"], mask_BT.any(1))
+        for name, terms_BT in terms.items():
+            means.add(f"loss/{name}", terms_BT.detach(), mask_BT)
+        if rows:
+            width = logprobs_BT.shape[1]
+            tables.new_BT[rows, :width] = logprobs_BT.detach().cpu()
+            tables.entropy_BT[rows, :width] = entropies_BT.detach().cpu()
+    row = means.reduce(accelerator)
+    return row | apply_gradient(accelerator, policy, optimizer, suspects, update, cfg.optim.max_grad_norm)
+
+
+def micro_batch_loss(
+    accelerator,
+    policy,
+    micro: Batch,
+    rows: list[int],
+    update: int,
+    tables: Tables,
+    counts: dict[str, int],
+    beta: float,
+    cfg: Config,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+    """The forward pass and loss of one micro-batch: losses (B,), terms, log-probabilities, entropies (B, T).
+
+    `rows` are its rows in the batch, none for an empty one. In the first update they are written into
+    `tables.old_BT`, whose aliases the loss then reads.
+    """
+    with accelerator.autocast():
+        logprobs_BT, entropies_BT = policy(
+            micro.token_ids_BT,
+            micro.action_ids_BT > 0,
+            cfg.rollout.temperature,
+            cfg.loss.entropy_weight > 0,
         )
-    own = {"old": old_BT, "new": new_BT, "entropy": entropy_BT} | (
-        {} if anchor is None else {"anchor": anchor_BT}
+    width = micro.token_ids_BT.shape[1]
+    if rows and update == 0:
+        tables.old_BT[rows, :width] = logprobs_BT.detach().cpu()
+    past = [
+        table_BT[rows or [0], :width].to(accelerator.device)
+        for table_BT in (tables.divisor_BT, tables.reference_BT, tables.anchor_BT)
+    ]
+    losses_B, terms = loss_of(micro, logprobs_BT, entropies_BT, *past, counts, beta, cfg.loss)
+    return losses_B, terms, logprobs_BT, entropies_BT
+
+
+def rows_of_update(shares: list[list[int]]) -> list[int]:
+    """The rows of one update over all processes, in order."""
+    return sorted(row for share in shares for row in share)
+
+
+def gather_scores(accelerator, batch: Batch, plan, tables: Tables, cfg: Config) -> Scores:
+    """The tables of all processes' rows, on every process."""
+
+    def gather(table_BT: torch.Tensor) -> torch.Tensor:
+        # Every row is of one process and 0 on the others.
+        return accelerator.reduce(table_BT.to(accelerator.device), "sum").cpu()
+
+    old_BT = gather(tables.old_BT)
+    return Scores(
+        old_BT=old_BT,
+        new_BT=gather(tables.new_BT),
+        entropy_BT=gather(tables.entropy_BT),
+        final_BT=None,
+        anchor_BT=old_BT if tables.anchor_BT is tables.old_BT else gather(tables.anchor_BT),
+        rows=[rows_of_update(shares) for shares in plan],
+        divisor_BT=batch.sampled_logprobs_BT if cfg.loss.old_logprobs == "sampler" else None,
+        half=accelerator.mixed_precision == "bf16",
     )
-    whole = {
-        name: accelerator.reduce(tensor.to(accelerator.device), "sum").cpu() for name, tensor in own.items()
-    }
-    divisor_BT = batch.sampled_logprobs_BT if cfg.loss.old_logprobs == "sampler" else None
-    anchor_BT, half = whole.get("anchor", whole["old"]), accelerator.mixed_precision == "bf16"
-    scores = Scores(whole["old"], whole["new"], whole["entropy"], None, anchor_BT, rows_of, divisor_BT, half)
-    return update_rows, scores
 
 
-def make_step(
+def apply_gradient(
     accelerator, policy, optimizer, suspects: list[str], update: int, max_grad_norm: float
 ) -> dict[str, float]:
-    """Clips and applies the gradient, or skips it where it is not finite, naming the episodes `suspects` of
-    all processes."""
+    """Clips the gradient and makes the step; skips it where the gradient is not finite, and says so.
+
+    The message names the episodes `suspects` of all processes.
+    """
     grad_norm = float(accelerator.clip_grad_norm_(policy.parameters(), max_grad_norm))
-    finite = math.isfinite(grad_norm)
-    if finite:
+    if math.isfinite(grad_norm):
         optimizer.step()
+        metrics = {"grad_norm": grad_norm, "skipped_updates": 0}
     else:
+        metrics = {"skipped_updates": 1}
         named = ", ".join(gather_object(suspects)) or "none alone: every loss is finite, the gradient is not"
         accelerator.print(
             f"update {update}: gradient norm is {grad_norm}; step skipped. Episodes with a non-finite "
             f"loss: {named}"
         )
     optimizer.zero_grad()
-    return ({"grad_norm": grad_norm} if finite else {}) | {"skipped_updates": int(not finite)}
+    return metrics
 
 
 class Means:
@@ -317,5 +400,4 @@ class Means:
         """Means over all processes; a mean over nothing is absent."""
         names = sorted(self.sums)
         pairs = accelerator.reduce(torch.stack([self.sums[name] for name in names]), "sum").tolist()
-        metrics = {name: total / count for name, (total, count) in zip(names, pairs, strict=True) if count}
-        return metrics
+        return {name: total / count for name, (total, count) in zip(names, pairs, strict=True) if count}

@@ -33,7 +33,7 @@ from lld.influence.closed_form import (
 )
 from lld.influence.view import agreement, compare
 from lld.policy import Policy
-from lld.update import loss_of, minibatch_counts, select
+from lld.update import loss_of, minibatch_counts
 
 ADVANTAGES = torch.tensor([1.2, -0.7, 0.9, -1.4])
 MODEL = {"mixed_precision": "no"}
@@ -79,7 +79,7 @@ def test_closed_form_is_the_jacobian_vector_product_of_the_real_loss(aggregation
         tokens, head, loss_shares(group.batch, aggregation), group.right, temperature, chunk=7
     )
     part, counts = (
-        select(group.batch, [0, 1, 2, 3], "cpu"),
+        group.batch.rows([0, 1, 2, 3]),
         minibatch_counts(group.batch, [0, 1, 2, 3], "nonnegative"),
     )
 
@@ -91,11 +91,19 @@ def test_closed_form_is_the_jacobian_vector_product_of_the_real_loss(aggregation
         )
 
     def member_loss(weight, member):
-        logprobs_BT = tokens.states_NC.new_zeros(part["token_ids_BT"].shape).masked_scatter(
-            part["action_ids_BT"] > 0, logprobs(weight)
+        logprobs_BT = tokens.states_NC.new_zeros(part.token_ids_BT.shape).masked_scatter(
+            part.action_ids_BT > 0, logprobs(weight)
         )
         return loss_of(
-            part, logprobs_BT, None, logprobs_BT.detach(), None, None, counts, 1.0, policy_term_alone(cfg)
+            part,
+            logprobs_BT,
+            None,
+            logprobs_BT.detach(),
+            None,
+            None,
+            counts,
+            1.0,
+            policy_term_alone(cfg).loss,
         )[0][member]
 
     weight = head.weight.detach()

@@ -49,7 +49,7 @@ from lld.rollout import Budgets, check_prompts, open_engine, rollout
 from lld.running import checkpoint
 from lld.running.sharding import asked
 from lld.tools import RetrieverError, Search
-from lld.update import loss_of, minibatch_counts, score_batch, select, update_policy
+from lld.update import loss_of, minibatch_counts, score_batch, update_policy
 
 CHUNK = 256  # tokens whose residuals over the vocabulary are in memory at once, twice
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -90,9 +90,9 @@ class Tokens:
 @torch.no_grad()
 def read_tokens(policy: Policy, batch: Batch) -> Tokens:
     """The model's tokens of a group with their last hidden states, on the policy's device."""
-    part = select(batch, list(range(len(batch.names))), next(policy.parameters()).device)
-    scored_BT = part["action_ids_BT"] > 0
-    return Tokens(*policy.states(part["token_ids_BT"], scored_BT), *scored_BT.nonzero(as_tuple=True))
+    part = batch.rows(list(range(len(batch.names))), next(policy.parameters()).device)
+    scored_BT = part.action_ids_BT > 0
+    return Tokens(*policy.states(part.token_ids_BT, scored_BT), *scored_BT.nonzero(as_tuple=True))
 
 
 def loss_shares(batch: Batch, aggregation: str) -> torch.Tensor:
@@ -219,16 +219,18 @@ def true_change(
     must be small enough to be linear.
     """
     options, rows = policy_term_alone(cfg), list(range(len(batch.names)))
-    part = select(batch, rows, parameters[0].device)
+    part = batch.rows(rows, parameters[0].device)
     counts = minibatch_counts(batch, rows, options.loss.lld_preserve)
     kept = [tensor.detach().clone() for tensor in parameters]
     change_GN = []
     for row in rows:
         before_N = score()
-        logprobs_BT = before_N.new_zeros(part["token_ids_BT"].shape).masked_scatter(
-            part["action_ids_BT"] > 0, before_N
+        logprobs_BT = before_N.new_zeros(part.token_ids_BT.shape).masked_scatter(
+            part.action_ids_BT > 0, before_N
         )
-        losses_B, _ = loss_of(part, logprobs_BT, None, logprobs_BT.detach(), None, None, counts, 1.0, options)
+        losses_B, _ = loss_of(
+            part, logprobs_BT, None, logprobs_BT.detach(), None, None, counts, 1.0, options.loss
+        )
         gradients = torch.autograd.grad(losses_B[row], parameters, allow_unused=True)
         with torch.no_grad():
             for tensor, gradient in zip(parameters, gradients, strict=True):
@@ -262,9 +264,9 @@ def whole_model(
 ) -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
     """`score` and `parameters` of `true_change` for all weights, tied as they are."""
     parameters = list(policy.parameters())
-    part = select(batch, list(range(len(batch.names))), parameters[0].device)
-    scored_BT = part["action_ids_BT"] > 0
-    return lambda: policy(part["token_ids_BT"], scored_BT, temperature)[0][scored_BT], parameters
+    part = batch.rows(list(range(len(batch.names))), parameters[0].device)
+    scored_BT = part.action_ids_BT > 0
+    return lambda: policy(part.token_ids_BT, scored_BT, temperature)[0][scored_BT], parameters
 
 
 def displace_each(
