@@ -70,8 +70,10 @@ MAX_YAML_BYTES = 1 << 20
 
 
 def _option_like(name: str, section: str | None = None) -> str | None:
-    """The `section.option` that `name` may mean: by its initials (learning_rate: lr) in the section, else by
-    its name in any section."""
+    """The `section.option` that `name` may mean.
+
+    An option of that name in any section, one with its initials (learning_rate: lr), or a similar one.
+    """
     options = {
         f"{s.name}.{option}": option
         for s in dataclasses.fields(Config)
@@ -89,8 +91,7 @@ def _option_like(name: str, section: str | None = None) -> str | None:
 
 
 def refuse_dashes(arguments: list[str]) -> None:
-    """Raises ValueError for `--run.steps 3`, the form of other command lines, which argparse would only call
-    unrecognized."""
+    """Raises ValueError for `--run.steps 3`, which argparse would only call unrecognized."""
     for place, argument in enumerate(arguments):
         if match := re.fullmatch(r"--(\w+\.[\w.]+)(?:=(.*))?", argument, re.DOTALL):
             value = match[2] if match[2] is not None else next(iter(arguments[place + 1 :]), "VALUE")
@@ -98,8 +99,10 @@ def refuse_dashes(arguments: list[str]) -> None:
 
 
 def _convert(value, kind, where: str):
-    """`value` as `kind`, or a ValueError that names the option; ints pass as floats, YAML's '1e-6' string
-    too."""
+    """`value` as the type `kind`; a ValueError names the option `where`.
+
+    An int is accepted as a float, and so is a string such as '1e-6', which YAML does not read as a number.
+    """
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         if value is None:
@@ -133,8 +136,10 @@ def _convert(value, kind, where: str):
 
 
 def from_dict(tree: dict) -> Config:
-    """A validated `Config` from nested dicts; unknown names and wrong types raise ValueError with the nearest
-    name."""
+    """A checked `Config` from nested dicts.
+
+    Unknown names, wrong types and what rules.py refuses raise ValueError, with the nearest name or a remedy.
+    """
     sections = {f.name: f.type for f in dataclasses.fields(Config)}
     built = {}
     for section, values in (tree or {}).items():
@@ -170,8 +175,10 @@ def _refuse_nul(cfg: Config) -> None:
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """YAML without aliases, of which a few lines may stand for gigabytes, and in which a name may be given
-    once: of two sections `loss:` the first would be lost without a word."""
+    """YAML without aliases, a few lines of which may expand to gigabytes, and without repeated names.
+
+    Of two sections `loss:` PyYAML would drop the first and say nothing.
+    """
 
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):
@@ -195,7 +202,7 @@ class _PlainLoader(yaml.SafeLoader):
 
 
 def parse_yaml(text: str):
-    """What a YAML text of at most a megabyte holds; ValueError for anything that cannot be read."""
+    """The value of a YAML text of at most a megabyte; ValueError for anything that cannot be read."""
     if len(text) > MAX_YAML_BYTES:
         raise ValueError(f"{len(text)} characters, more than {MAX_YAML_BYTES}")
     try:
@@ -231,7 +238,7 @@ def load(path: str, overrides: list[str] = ()) -> Config:
 
 
 def with_overrides(tree: dict, overrides: list[str]) -> Config:
-    """The validated `Config` of a file's mapping, which is left as it is, and overrides on it."""
+    """The checked `Config` of a file's mapping, which is not changed, with overrides applied to it."""
     tree = copy.deepcopy(tree)
     for override in overrides:
         name, sign, value = override.partition("=")
@@ -263,11 +270,10 @@ def with_overrides(tree: dict, overrides: list[str]) -> Config:
 
 
 def read_back(path: str | Path, overrides: list[str] = (), reads: bool = True) -> tuple[Config, list[str]]:
-    """The options of a file that somebody else may have written, such as RUN/config.yaml, and the names of
-    those not taken from it.
+    """The options of a file that somebody else may have written, such as RUN/config.yaml.
 
     Options of CODE_AND_WRITES keep their defaults unless an override, which the user typed, gives them; so do
-    those of READS where `reads` is False.
+    those of READS where `reads` is False. Also returns the names of the options not taken from the file.
     """
     tree, default, dropped = copy.deepcopy(read_yaml(path)), to_dict(Config()), []
     for name in CODE_AND_WRITES + (() if reads else READS):
@@ -297,5 +303,5 @@ def to_dict(cfg: Config) -> dict:
 
 
 def save(cfg: Config, path: str | Path) -> None:
-    """Writes the whole configuration, defaults included, so that a run folder says what was run."""
+    """Writes all options, defaults included, so that a run's folder says what was run."""
     Path(path).write_text(yaml.safe_dump(to_dict(cfg), sort_keys=False))
