@@ -14,6 +14,7 @@ import torch
 import yaml
 from conftest import ROOT
 
+import train
 from lld import config, settings
 from lld.advantages import ADVANTAGES
 from lld.loss import GATES
@@ -446,6 +447,14 @@ def test_a_loss_term_without_glossary_entry_is_named(monkeypatch):
         dry_row.check_names(config.Config())
     monkeypatch.setitem(glossary.GLOSSARY, "loss/length", "mean length term per token")
     dry_row.check_names(config.Config())
+
+
+def test_such_a_run_ends_before_anything_is_made(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(dry_row, "loss_of", add_length_term)
+    paths = [f"run.dir={tmp_path / 'run'}", f"tinyworld.dir={tmp_path / 'world'}"]
+    assert train.main(["--config", str(ROOT / "configs" / "tiny.yaml"), *paths]) == 2
+    assert f"train.py: {LENGTH_TERM}" in capsys.readouterr().err
+    assert not (tmp_path / "world").exists() and not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def save_tokenizer(tokenizer, folder: Path, **changes):

@@ -7,7 +7,7 @@ from lld.episode import Batch, Episode, Question, Turn, collate
 from lld.evaluate import episode_record, summarize
 from lld.record import metrics, monitor
 from lld.tools import TOOLS, Passage
-from lld.update import Scores, loss_of, minibatch_counts, select
+from lld.update import Scores, loss_of, minibatch_counts
 
 GOLD, OTHER = "gold", "other"
 
@@ -59,8 +59,8 @@ def loss_terms(batch: Batch, scores: Scores, cfg: Config) -> dict[str, torch.Ten
     rows = scores.rows[0]
     old_BT, new_BT = scores.old_BT, scores.new_BT
     counts = minibatch_counts(batch, rows, cfg.loss.lld_preserve)
-    part = select(batch, rows, "cpu")
-    _, terms = loss_of(part, new_BT, scores.entropy_BT, old_BT, old_BT, old_BT, counts, 1.0, cfg)
+    tables = (new_BT, scores.entropy_BT, old_BT, old_BT, old_BT)
+    _, terms = loss_of(batch, *tables, counts, 1.0, cfg.loss)
     return terms
 
 
