@@ -26,7 +26,7 @@ class Question:
 class Turn:
     """One action and its observation. Offsets count from the first token after the prompt."""
 
-    # Tokens [start, end) are the model's, [end, observation_end) the observation (empty after the last action)
+    # Tokens [start, end) are the model's, [end, observation_end) the observation (none after the last action)
     start: int
     end: int
     observation_end: int

@@ -203,9 +203,15 @@ def render_observation(
     closing tag are lost.) No results give an empty block. Raises ValueError if the budget cannot hold the
     empty block.
     """
-    encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
+
+    def encode(text):
+        return tokenizer.encode(text, add_special_tokens=False)
+
     controls = control_tokens(tokenizer)
-    clean = lambda text: _respell(defuse(text), controls)
+
+    def clean(text):
+        return _respell(defuse(text), controls)
+
     shown = [shorten(result, max_tokens) for result in results]
     was_long = [short is not result for short, result in zip(shown, results, strict=True)]
     texts = [

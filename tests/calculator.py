@@ -1,4 +1,4 @@
-"""A second tool beside the search: one entry in TOOLS and its function, registered before lld reads the table.
+"""A second tool beside the search: one entry in TOOLS and its function, there before lld reads the table.
 
 Run by tests/test_second_tool.py in a process of its own: `python -m pytest tests/calculator.py`.
 """
@@ -36,17 +36,17 @@ def render_value(value, rank):
 
 TOOLS["calc"] = Tool(tag="calc", run=calculate, render=render_value)
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from test_rollout import play  # noqa: E402
+import pytest
+import torch
+from test_rollout import play
 
-from lld import protocol, reward  # noqa: E402
-from lld.config import Reward  # noqa: E402
-from lld.episode import ANSWER, SEARCH, THINK, collate  # noqa: E402
-from lld.protocol import PART_IDS, Action, Passage, parse_action  # noqa: E402
-from lld.record import metrics, monitor, trajectories  # noqa: E402
-from lld.report import page  # noqa: E402
-from lld.update import Scores  # noqa: E402
+from lld import protocol, reward
+from lld.config import Reward
+from lld.episode import ANSWER, SEARCH, THINK, collate
+from lld.protocol import PART_IDS, Action, Passage, parse_action
+from lld.record import metrics, monitor, trajectories
+from lld.report import page
+from lld.update import Scores
 
 CALC = "<think> I multiply. </think><calc> 6 * (3 + 4) </calc>"
 BAD_CALC = "<think> I divide. </think><calc> 1 / 0 </calc>"

@@ -54,7 +54,7 @@ def format_table(scores: dict) -> str:
     widths = [max(map(len, column)) for column in zip(*whole, strict=True)]
     lines = []
     for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=False)]
         lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]))
     return "\n".join(lines)
 
