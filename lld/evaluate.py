@@ -36,17 +36,16 @@ def evaluate_questions(
     progress: Callable[[int], None] | None = None,
     accelerator: Accelerator | None = None,
 ) -> list[dict]:
-    """Plays one episode a question and returns one record each (see `episode_record`), in the order of
-    `questions`.
+    """Plays one episode a question; returns a record of each (`episode_record`), in the order of `questions`.
 
-    The engine brings the sampling settings; turns come from `eval`, token budgets from `rollout`. With an
-    accelerator process r of R plays questions r, r + R, …, every process must call, and every process gets
-    all records. Raises RetrieverError or whatever else ended the rollout (tools.Unplayed), on all processes
-    if on one: a process that left alone would keep the others waiting for its records.
+    The engine has the sampling settings; turns come from `eval`, token budgets from `rollout`. With an
+    accelerator process r of R plays questions r, r + R, …; every process must call, and gets all records.
+    Raises RetrieverError or whatever else ended the rollout (tools.Unplayed), on all processes if on one: the
+    others would wait for ever for its records.
     """
-    rank, num_processes = (
-        (accelerator.process_index, accelerator.num_processes) if accelerator is not None else (0, 1)
-    )
+    rank, num_processes = 0, 1
+    if accelerator is not None:
+        rank, num_processes = accelerator.process_index, accelerator.num_processes
     own, errors = [], []
     try:
         episodes = rollout(
@@ -62,10 +61,7 @@ def evaluate_questions(
             overlap_search=cfg.rollout.overlap_search,
             progress=progress,
         )
-        own = [
-            (rank + i * num_processes, episode_record(tokenizer, episode))
-            for i, episode in enumerate(episodes)
-        ]
+        own = [(rank + i * num_processes, episode_record(tokenizer, e)) for i, e in enumerate(episodes)]
     except Unplayed as error:
         if num_processes == 1:
             raise
@@ -78,8 +74,7 @@ def evaluate_questions(
 
 
 def episode_record(tokenizer, episode: Episode) -> dict:
-    """One episode as plain JSON types: its scores in [0, 1], its counts, and its turns as they can be
-    read."""
+    """One episode as plain JSON types: scores in [0, 1], counts, and turns as text."""
     question, answer = episode.question, episode.answer
 
     def decode(token_ids):

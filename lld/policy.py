@@ -1,6 +1,6 @@
-"""The Hugging Face model: load it, and the log-probability and entropy of every token of a batch.
+"""A Hugging Face model as the loss sees it: the log-probability and entropy of every token of a batch.
 
-The only causal shift of training is in `Policy.states`.
+The only causal shift of the RL update is in `Policy.states`.
 """
 
 import torch
@@ -19,24 +19,16 @@ class Policy(nn.Module):
         lm.set_attn_implementation(attention.NAME)
 
     def forward(self, token_ids_BT, scored_BT, temperature: float = 1.0, entropy_gradient: bool = False):
-        """Log-probability and entropy of every scored token given all tokens before it, (B, T) each in
-        float32, else 0.
+        """(B, T) log-probability and entropy of every scored token given all tokens before it, 0 elsewhere.
 
-        Entry t describes token t. `scored_BT` is True on the tokens the model wrote; only for those the
-        vocabulary is visited, in slices whose logits are recomputed in the backward pass. A model in float64
-        gives float64.
+        Entry t describes token t. `scored_BT` is True on the tokens the model wrote; logits are computed only
+        for those, in slices that are recomputed in the backward pass. In float32; float64 for such a model.
         """
         head, embeddings = self.lm.get_output_embeddings(), self.lm.get_input_embeddings()
-        # In half precision the sum over a frequent token would lose most of its terms
-        whole = head.weight.dtype in (torch.float32, torch.float64)
-        tied = (
-            []
-            if whole
-            and head.weight is embeddings.weight
-            and head.bias is None
-            and type(embeddings) is nn.Embedding
-            else None
-        )
+        # In half precision the gradient's sum over a frequent token would lose most of its terms.
+        is_whole = head.weight.dtype in (torch.float32, torch.float64)
+        is_tied = head.weight is embeddings.weight and head.bias is None
+        tied = [] if is_whole and is_tied and type(embeddings) is nn.Embedding else None
         states_NC, targets_N = self.states(token_ids_BT, scored_BT, tied)
         logprob_N, entropy_N = token_scores(states_NC, head, targets_N, temperature, entropy_gradient, tied)
         zeros_BT = torch.zeros(token_ids_BT.shape, dtype=logprob_N.dtype, device=token_ids_BT.device)
@@ -45,8 +37,8 @@ class Policy(nn.Module):
     def states(self, token_ids_BT, scored_BT, tied: list | None = None):
         """The last hidden states (N, C) that predict the scored tokens, and these tokens (N,), row by row.
 
-        Rows are packed: padding, and whatever follows a row's last scored token, is not computed. `tied`: see
-        `TiedEmbedding`.
+        Rows are packed into one: padding, and whatever follows a row's last scored token, is not computed.
+        `tied`: see `TiedEmbedding`.
         """
         position_T = torch.arange(token_ids_BT.shape[1], device=token_ids_BT.device)
         lengths_B = (scored_BT * position_T).amax(1)  # the last scored token is predicted, not read
@@ -54,15 +46,10 @@ class Policy(nn.Module):
         lengths_B[0] = lengths_B[0].clamp(min=1)
         read_BT = position_T < lengths_B[:, None]
         embeddings, tokens_1N = self.lm.get_input_embeddings(), token_ids_BT[read_BT][None]
-        inputs = (
-            {"input_ids": tokens_1N}
-            if tied is None
-            else {
-                "inputs_embeds": TiedEmbedding.apply(
-                    embeddings.weight, tokens_1N, embeddings.padding_idx, tied
-                )
-            }
-        )
+        inputs = {"input_ids": tokens_1N}
+        if tied is not None:
+            embedded = TiedEmbedding.apply(embeddings.weight, tokens_1N, embeddings.padding_idx, tied)
+            inputs = {"inputs_embeds": embedded}
         rows = dict(
             position_ids=position_T.expand_as(read_BT)[read_BT][None],
             row_lengths=attention.row_lengths(lengths_B[lengths_B > 0]),

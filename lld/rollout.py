@@ -109,13 +109,8 @@ def rollout(
     """
     talk = _Conversation(engine, tokenizer, search, budgets, max_failed_groups, empty_results, progress)
     for index, question in enumerate(questions):
-        prompt_ids = protocol.encode_prompt(tokenizer, question.text)
-        for sample in range(num_samples):
-            talk.episodes[index, sample] = Episode(question, sample, prompt_ids)
         asked = f"{question.id}@{repeats[index]}" if repeats and repeats[index] else question.id
-        seeds = [episode_seed(seed, step, asked, sample) for sample in range(num_samples)]
-        room = budgets.max_episode_tokens - len(prompt_ids)
-        engine.add(index, prompt_ids, seeds, min(budgets.max_new_tokens, room))
+        talk.begin(index, question, [episode_seed(seed, step, asked, n) for n in range(num_samples)])
     pending: dict[Future, list[tuple]] = {}
     with ThreadPoolExecutor(max_workers=8 if overlap_search else 1) as pool:
         while engine.busy or talk.asking or pending:
@@ -123,12 +118,12 @@ def rollout(
                 talk.hear(stopped)
             # Many small prefills cost more than one: without overlap, wait until the waiting episodes are a
             # quarter of the running ones.
-            if talk.asking and (overlap_search or 4 * len(talk.asking) >= engine.num_running):
-                for keys, call in talk.take_calls():
-                    if overlap_search:
-                        pending[pool.submit(call)] = keys
-                    else:
-                        talk.observe(keys, call)
+            ready = overlap_search or 4 * len(talk.asking) >= engine.num_running
+            for keys, call in talk.take_calls() if ready else ():
+                if overlap_search:
+                    pending[pool.submit(call)] = keys
+                else:
+                    talk.observe(keys, call)
             if pending:
                 done, _ = wait(pending, timeout=None if not engine.busy else 0, return_when=FIRST_COMPLETED)
                 for future in done:
@@ -154,6 +149,14 @@ class _Conversation:
         self.episodes: dict[tuple, Episode] = {}
         # (key, kind of tool, query) that were not sent yet
         self.asking: list[tuple[tuple, str, str]] = []
+
+    def begin(self, index: int, question: Question, seeds: list[int]) -> None:
+        """Starts the episodes of a question, one a seed."""
+        prompt_ids = protocol.encode_prompt(self.tokenizer, question.text)
+        for sample in range(len(seeds)):
+            self.episodes[index, sample] = Episode(question, sample, prompt_ids)
+        room = self.budgets.max_episode_tokens - len(prompt_ids)
+        self.engine.add(index, prompt_ids, seeds, min(self.budgets.max_new_tokens, room))
 
     def hear(self, stopped: Stopped) -> None:
         """Records a turn as soon as it was sampled, and decides what happens next."""

@@ -120,15 +120,7 @@ def minibatch_counts(batch: Batch, rows: list[int], preserve: str) -> dict[str, 
 
 
 def loss_of(
-    micro: Batch,
-    logprobs_BT: torch.Tensor,
-    entropy_BT: torch.Tensor | None,
-    divisor_BT: torch.Tensor,
-    reference_BT: torch.Tensor | None,
-    anchor_BT: torch.Tensor | None,
-    counts: dict[str, int],
-    beta: float,
-    options: Loss,
+    micro: Batch, logprobs_BT, entropy_BT, divisor_BT, reference_BT, anchor_BT, counts, beta, options: Loss
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A micro-batch's share (B,) of the step's loss, row by row, and its unreduced terms (B, T) for the log.
 
@@ -261,15 +253,7 @@ def score_past(accelerator, policy, reference, anchor, batch: Batch, plan, cfg: 
 
 
 def optimizer_step(
-    accelerator,
-    policy,
-    optimizer,
-    batch: Batch,
-    shares: list[list[int]],
-    update: int,
-    tables: Tables,
-    beta: float,
-    cfg: Config,
+    accelerator, policy, optimizer, batch: Batch, shares, update: int, tables: Tables, beta, cfg: Config
 ) -> dict[str, float]:
     """One update on the rows `shares` (one list a process), micro-batch by micro-batch; returns its metrics."""
     counts = minibatch_counts(batch, rows_of_update(shares), cfg.loss.lld_preserve)
@@ -305,15 +289,7 @@ def optimizer_step(
 
 
 def micro_batch_loss(
-    accelerator,
-    policy,
-    micro: Batch,
-    rows: list[int],
-    update: int,
-    tables: Tables,
-    counts: dict[str, int],
-    beta: float,
-    cfg: Config,
+    accelerator, policy, micro: Batch, rows, update: int, tables: Tables, counts, beta, cfg: Config
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
     """The forward pass and loss of one micro-batch: losses (B,), terms, log-probabilities, entropies (B, T).
 
@@ -321,11 +297,9 @@ def micro_batch_loss(
     `tables.old_BT`, whose aliases the loss then reads.
     """
     with accelerator.autocast():
+        written_BT = micro.action_ids_BT > 0
         logprobs_BT, entropies_BT = policy(
-            micro.token_ids_BT,
-            micro.action_ids_BT > 0,
-            cfg.rollout.temperature,
-            cfg.loss.entropy_weight > 0,
+            micro.token_ids_BT, written_BT, cfg.rollout.temperature, cfg.loss.entropy_weight > 0
         )
     width = micro.token_ids_BT.shape[1]
     if rows and update == 0:

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 import torch
 
 from lld.engine.decoder import Decoder, SlotCache, head_logits
-from lld.engine.graphs import DecodeGraphs, bucket
 from lld.engine.sampling import sample_tokens
 from lld.engine.spans import Spans
 
@@ -119,6 +118,8 @@ class Engine:
         self.cache = SlotCache(lm.config, num_slots, self.device, cache_dtype, max_tokens)
         self.castless, self.graphs = lm.dtype == cache_dtype, None
         if cuda_graphs and self.device.type == "cuda" and self.decoder.direct and self.castless:
+            from lld.engine.graphs import DecodeGraphs  # only a GPU has them
+
             self.graphs = DecodeGraphs(lm, self.decoder, self.cache)
         self.rows: list[Sequence] = []  # by cache row
         self.by_key: dict[tuple, Sequence] = {}
@@ -343,6 +344,8 @@ class Engine:
         """One token of each row and the tokens in it with that one, for a CUDA graph of fixed shape; rows
         behind fill it up (see lld/engine/graphs.py).
         """
+        from lld.engine.graphs import bucket
+
         filled = bucket(num_rows, self.num_slots)
         rows = self.rows[:filled]
         missing = filled - len(rows)
