@@ -60,11 +60,14 @@ def by_update(rows: Sequence[dict], name: str = "displacement/correct") -> list[
     for row in some:
         window = min(WINDOWS - 1, (row["step"] - first) * WINDOWS // (last - first + 1))
         cells.setdefault(window, {}).setdefault(row["update"], []).append(row[name])
-    edge = lambda window: first + math.ceil(window * (last - first + 1) / WINDOWS)
+
+    def first_step_of(window: int) -> int:
+        return first + math.ceil(window * (last - first + 1) / WINDOWS)
+
     return [
         {
-            "first_step": edge(w),
-            "last_step": edge(w + 1) - 1,
+            "first_step": first_step_of(w),
+            "last_step": first_step_of(w + 1) - 1,
             "means": [_rounded(sum(v) / len(v)) if (v := by.get(u)) else None for u in range(max(by) + 1)],
         }
         for w, by in sorted(cells.items())
@@ -115,50 +118,46 @@ class _Table:
         return self.numbers.setdefault(value, len(self.numbers))
 
 
+def compact_turn(turn: dict, passages: _Table) -> list:
+    """A turn as a list, with its passages by number and score."""
+    found = [[passages((p["id"], p["contents"])), _rounded(p["score"])] for p in turn["passages"]]
+    names = ("start", "tag_start", "end", "observation_end", "kind", "content", "stop")
+    return [*(turn[name] for name in names), int(turn["searched"]), found]
+
+
+def differences_to(old: Sequence, values: Sequence | None) -> list | None:
+    """`values` minus `old`, None where either is no number; None if there are no values."""
+    if values is None:
+        return None
+    return [
+        _rounded(b - a) if runs.is_number(a) and runs.is_number(b) else None
+        for a, b in zip(old, values, strict=True)
+    ]
+
+
 def compact_episode(row: dict, words: _Table, passages: _Table) -> dict:
     """A line of a trajectory file with tokens and passages by number and log-probabilities of the model's
     tokens only.
 
-    `new` and `final` become differences to `old`: rounding then cannot hide a small change.
+    `sampled`, `new` and `final` become differences to `old`: rounding then cannot hide a small change.
     """
     written = [index for index, action in enumerate(row["action_ids"]) if action]
-    numbers = lambda name: [row[name][index] for index in written]
-    old = numbers("old")
-    minus_old = lambda name: (
-        None
-        if row.get(name) is None
-        else [
-            _rounded(b - a) if runs.is_number(a) and runs.is_number(b) else None
-            for a, b in zip(old, numbers(name), strict=True)
-        ]
-    )
-    turns = []
-    for turn in row["turns"]:
-        found = [[passages((p["id"], p["contents"])), _rounded(p["score"])] for p in turn["passages"]]
-        turns.append(
-            [
-                turn["start"],
-                turn["tag_start"],
-                turn["end"],
-                turn["observation_end"],
-                turn["kind"],
-                turn["content"],
-                turn["stop"],
-                int(turn["searched"]),
-                found,
-            ]
-        )
+    scores = {}
+    for name in ("old", "sampled", "new", "final"):
+        values = row[name] if name == "old" else row.get(name)
+        scores[name] = None if values is None else [values[index] for index in written]
+    old = scores["old"]
     return {
         **{name: row[name] for name in ("sample", "stop_reason", "answer")},
         **{name: _rounded(row[name]) for name in ("reward", "em", "advantage")},
-        "turns": turns,
+        "turns": [compact_turn(turn, passages) for turn in row["turns"]],
         "tokens": [words(token) for token in row["tokens"]],
-        "written": "".join("01"[action > 0] for action in row["action_ids"]),
+        "written": "".join("1" if action > 0 else "0" for action in row["action_ids"]),
         "parts": "".join(map(str, row["part_ids"])),
         "old": [_rounded(value) for value in old],
-        "sampled": minus_old("sampled"),
-        "new": minus_old("new"),
-        "final": minus_old("final"),
+        "sampled": differences_to(old, scores["sampled"]),
+        "new": differences_to(old, scores["new"]),
+        "final": differences_to(old, scores["final"]),
         "gates": {
             name: "".join(str(int(gate[index] or 0)) for index in written)
             for name, gate in (row.get("gates") or {}).items()
@@ -288,7 +287,10 @@ def _hash(text: str) -> str:
 def render(content: dict, blocks: dict[str, str]) -> Iterable[str]:
     """The page's pieces: the template with its security policy, its content and its trajectories."""
     template = TEMPLATE.read_text(encoding="utf-8")
-    between = lambda start, end: template[template.index(start) + len(start) : template.index(end)]
+
+    def between(start: str, end: str) -> str:
+        return template[template.index(start) + len(start) : template.index(end)]
+
     policy = (
         f"default-src 'none'; script-src {_hash(between('<script>', '</script>'))}; style-src "
         f"{_hash(between('<style>', '</style>'))}; base-uri 'none'; form-action 'none'"
