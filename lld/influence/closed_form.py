@@ -146,7 +146,10 @@ def influence_matrix(
     all and by sign."""
     member_NG = one_hot(tokens.row_N, num_rows).to(pairs_MN)
     right_MR = member_NG[tokens.of(right)][:, right]
-    fold = lambda values_MN: (right_MR.T @ values_MN @ member_NG).T
+
+    def fold(values_MN: torch.Tensor) -> torch.Tensor:
+        return (right_MR.T @ values_MN @ member_NG).T
+
     return {
         "total": fold(pairs_MN),
         "raising": fold(pairs_MN.clamp(min=0)),
@@ -185,19 +188,19 @@ def strongest_pairs(
     block_mn = pairs_MN[torch.isin(tokens.of(group.right), on_m)][:, of_n]
     heard, said = ([place(group, tokens, n, tokenizer) for n in some.tolist()] for some in (on_m, of_n))
     order = block_mn.flatten().argsort().tolist()
-    pair = lambda index: {
-        "value": float(block_mn.flatten()[index]),
-        "of": said[index % len(said)],
-        "on": heard[index // len(said)],
-    }
+    values = block_mn.flatten().tolist()
+
+    def pair(index: int) -> dict:
+        return {"value": values[index], "of": said[index % len(said)], "on": heard[index // len(said)]}
+
     parts = {}
-    for m, values in enumerate(block_mn.tolist()):
-        for n, value in enumerate(values):
+    for m, row in enumerate(block_mn.tolist()):
+        for n, value in enumerate(row):
             key = (f"{said[n]['part']} {said[n]['turn']}", f"{heard[m]['part']} {heard[m]['turn']}")
             parts[key] = parts.get(key, 0.0) + value
     return {
-        "lowering": [pair(index) for index in order[:count] if block_mn.flatten()[index] < 0],
-        "raising": [pair(index) for index in order[::-1][:count] if block_mn.flatten()[index] > 0],
+        "lowering": [pair(index) for index in order[:count] if values[index] < 0],
+        "raising": [pair(index) for index in order[::-1][:count] if values[index] > 0],
         "parts": [
             {"of": of, "on": on, "value": value}
             for (of, on), value in sorted(parts.items(), key=lambda item: item[1])
@@ -338,12 +341,10 @@ def play(lm, tokenizer, questions: list[Question], search: Search, cfg: Config) 
 
 
 def analyse(exact: Policy, group: Group, tokenizer, cfg: Config, measure: bool) -> dict:
-    """One group as plain JSON types: its responses, the matrices, the true changes where asked for, and the
+    """One group as plain JSON types: its responses, the matrices, the true changes if asked for, and the
     look-alike pair that hurts most.
 
-    `exact` is the policy in float64. The pair: a wrong answer whose first search found the same passages as
-    that of a correct response (the paper's case study), with the lowest influence on it; None where there is
-    none.
+    `exact` is the policy in float64.
     """
     tokens, right, temperature = read_tokens(exact, group.batch), group.right, cfg.rollout.temperature
     pairs_MN = pair_influence(
@@ -353,42 +354,21 @@ def analyse(exact: Policy, group: Group, tokenizer, cfg: Config, measure: bool) 
         right,
         temperature,
     )
-    matrix = {
-        name: values_GR.tolist()
-        for name, values_GR in influence_matrix(pairs_MN, tokens, right, len(group.episodes)).items()
-    }
-    per_response_NR = one_hot(tokens.row_N, len(group.episodes)).double()[:, right]
+    matrices = influence_matrix(pairs_MN, tokens, right, len(group.episodes))
     if measure:
-        matrix["true_head"] = (
-            true_change(*head_alone(exact, tokens, temperature), group.batch, cfg, HEAD_LR) @ per_response_NR
-        ).tolist()
-        matrix["true_model"] = (
-            true_change(*whole_model(exact, group.batch, temperature), group.batch, cfg, MODEL_LR)
-            @ per_response_NR
-        ).tolist()
-    found, advantages = (
-        [first_passages(episode) for episode in group.episodes],
-        group.batch.advantages_B.tolist(),
-    )
-    alike = [
-        (matrix["total"][member][r], member, response)
-        for member, episode in enumerate(group.episodes)
-        for r, response in enumerate(right)
-        if advantages[member] < 0
-        and episode.answer is not None
-        and found[member] is not None
-        and found[member] == found[response]
-    ]
-    pair = None
-    if alike and min(alike)[0] < 0:
-        value, member, response = min(alike)
-        pair = {"member": member, "response": response, "value": value} | strongest_pairs(
-            pairs_MN, group, tokens, tokenizer, member, response
-        )
+        per_response_NR = one_hot(tokens.row_N, len(group.episodes)).double()[:, right]
+        head = head_alone(exact, tokens, temperature)
+        matrices["true_head"] = true_change(*head, group.batch, cfg, HEAD_LR) @ per_response_NR
+        model = whole_model(exact, group.batch, temperature)
+        matrices["true_model"] = true_change(*model, group.batch, cfg, MODEL_LR) @ per_response_NR
+    matrix = {name: values_GR.tolist() for name, values_GR in matrices.items()}
+    pair = look_alike_pair(group, matrix["total"])
+    if pair is not None:
+        pair |= strongest_pairs(pairs_MN, group, tokens, tokenizer, pair["member"], pair["response"])
     question = group.episodes[0].question
     responses = [
         {"advantage": advantage, "answer": episode.answer, "text": readable(episode, tokenizer)}
-        for episode, advantage in zip(group.episodes, advantages, strict=True)
+        for episode, advantage in zip(group.episodes, group.batch.advantages_B.tolist(), strict=True)
     ]
     return {
         "question": question.id,
@@ -401,31 +381,69 @@ def analyse(exact: Policy, group: Group, tokenizer, cfg: Config, measure: bool) 
     }
 
 
-def influence(args: argparse.Namespace) -> dict:
-    """Plays, analyses, prints and writes; raises ValueError for a mistake of the user and RetrieverError
-    where the search fails."""
+def look_alike_pair(group: Group, total: list[list[float]]) -> dict | None:
+    """The wrong answer and the correct response whose first searches found the same passages (the paper's
+    case study), of lowest influence; None unless one is negative."""
+    found = [first_passages(episode) for episode in group.episodes]
+    alike = [
+        (total[member][r], member, response)
+        for member, episode in enumerate(group.episodes)
+        for r, response in enumerate(group.right)
+        if group.batch.advantages_B[member] < 0
+        and episode.answer is not None
+        and found[member] is not None
+        and found[member] == found[response]
+    ]
+    if not alike or min(alike)[0] >= 0:
+        return None
+    value, member, response = min(alike)
+    return {"member": member, "response": response, "value": value}
+
+
+def load_options(args: argparse.Namespace) -> Config:
+    """The checked options of the run, with the checkpoint and the group size of the command line."""
     check_folder(str(args.ckpt), "--ckpt", hub=False)
     cfg = options_of(args.ckpt, args.config, args.overrides)
     if (args.ckpt / "manifest.json").is_file():
         checkpoint.check(args.ckpt)
-    cfg = dataclasses.replace(
-        cfg,
-        model=dataclasses.replace(cfg.model, path=str(args.ckpt)),
-        rollout=dataclasses.replace(cfg.rollout, group_size=args.group_size),
-    )
-    tokenizer, lm = load_tokenizer(cfg.model), load_lm(cfg.model)
-    check_fit(lm, tokenizer, cfg.rollout.max_episode_tokens)
     if args.questions < 1:
         raise ValueError(f"--questions {args.questions}: must be 1 or more")
-    training = load_questions(cfg.data.train, split=cfg.data.train_split, sources=cfg.data.train_sources)
-    questions = questions_of_step(training, 0, min(args.questions, len(training)), cfg.run.seed)
-    check_prompts(tokenizer, questions, cfg.rollout.max_prompt_tokens)
     if asked("FSDP"):
         raise ValueError(
             "lld.influence analyses a whole model in one process: start it without an FSDP configuration "
             "of accelerate"
         )
-    # Half precision rounds such small changes away
+    return dataclasses.replace(
+        cfg,
+        model=dataclasses.replace(cfg.model, path=str(args.ckpt)),
+        rollout=dataclasses.replace(cfg.rollout, group_size=args.group_size),
+    )
+
+
+def analyse_groups(exact: Policy, groups: list[Group], tokenizer, cfg: Config, checks: int) -> dict:
+    """All groups, the agreement with the true changes over the first `checks` of them, and the case shown:
+    the group with the strongest look-alike pair, whose true changes are measured too."""
+    analyses = [analyse(exact, group, tokenizer, cfg, index < checks) for index, group in enumerate(groups)]
+    agreements = compare(analyses)
+    strengths = [analysis["pair"]["value"] if analysis["pair"] else 0.0 for analysis in analyses]
+    shown = strengths.index(min(strengths))
+    if "true_model" not in analyses[shown]["matrix"]:
+        analyses[shown] = analyse(exact, groups[shown], tokenizer, cfg, True)
+    return {"agreement": agreements, "case": analyses[shown], "groups": analyses}
+
+
+def influence(args: argparse.Namespace) -> dict:
+    """Plays and analyses: the figures as plain JSON types.
+
+    Raises ValueError for a mistake of the user and RetrieverError if the search fails.
+    """
+    cfg = load_options(args)
+    tokenizer, lm = load_tokenizer(cfg.model), load_lm(cfg.model)
+    check_fit(lm, tokenizer, cfg.rollout.max_episode_tokens)
+    training = load_questions(cfg.data.train, split=cfg.data.train_split, sources=cfg.data.train_sources)
+    questions = questions_of_step(training, 0, min(args.questions, len(training)), cfg.run.seed)
+    check_prompts(tokenizer, questions, cfg.rollout.max_prompt_tokens)
+    # Half precision would round such small changes away
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision="no")
     policy = accelerator.prepare_model(Policy(lm))
     print(f"playing {len(questions)} training questions, {args.group_size} episodes each", flush=True)
@@ -435,38 +453,24 @@ def influence(args: argparse.Namespace) -> dict:
             f"no group of the {len(questions)} questions has both rewards: ask more (--questions) or "
             "larger groups (--group-size)"
         )
-    exact = Policy(copy.deepcopy(lm).double())
-    print(
-        f"{len(groups)} groups have mixed rewards; measuring true changes in {min(args.checks, len(groups))}",
-        flush=True,
-    )
-    analyses = [
-        analyse(exact, group, tokenizer, cfg, index < args.checks) for index, group in enumerate(groups)
-    ]
-    worst = min(
-        range(len(groups)),
-        key=lambda index: analyses[index]["pair"]["value"] if analyses[index]["pair"] else 0.0,
-    )
-    agreements = compare(analyses)
-    if "true_model" not in analyses[worst]["matrix"]:
-        analyses[worst] = analyse(exact, groups[worst], tokenizer, cfg, True)
+    checks = min(args.checks, len(groups))
+    print(f"{len(groups)} groups have mixed rewards; measuring true changes in {checks}", flush=True)
+    analysed = analyse_groups(Policy(copy.deepcopy(lm).double()), groups, tokenizer, cfg, args.checks)
     lr = cfg.optim.lr if args.lr is None else args.lr
     bars = displace_each(accelerator, policy, groups, cfg, args.optimizer, lr)
     negative = sum(bar["delta"] < 0 for bar in bars)
-    about = {
+    return {
         "checkpoint": str(args.ckpt),
         "num_questions": len(questions),
         "group_size": args.group_size,
         "optimizer": args.optimizer,
         "lr": lr,
-    }
-    return about | {
-        "agreement": agreements,
-        "case": analyses[worst],
+        "agreement": analysed["agreement"],
+        "case": analysed["case"],
         "num_negative": negative,
         "negative_share": negative / len(bars),
         "bars": bars,
-        "groups": analyses,
+        "groups": analysed["groups"],
     }
 
 
@@ -486,7 +490,7 @@ def out_file(args: argparse.Namespace) -> Path:
     return out
 
 
-def main(argv: list[str] | None = None) -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lld.influence", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -527,9 +531,14 @@ def main(argv: list[str] | None = None) -> int:
         "influence.json here for a checkpoint that is in no run",
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit code: 0, 2 for a mistake of the user, 3 for a failed search, 7 for a full disk."""
     try:
         settings.refuse_dashes(sys.argv[1:] if argv is None else argv)
-        args = parser.parse_intermixed_args(argv)
+        args = make_parser().parse_intermixed_args(argv)
         out = out_file(args)
         figures = influence(args)
         print_conclusion(figures)
