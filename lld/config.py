@@ -168,7 +168,9 @@ class Retriever:
     corpus: str | None = None  # jsonl of {"id", "contents"}
     encoder: str = "intfloat/e5-base-v2"
     # null: the one that the index folder was built for; faiss for a file
-    backend: Literal["faiss", "torch", "bm25", "random", "empty", "oracle"] | None = None
+    backend: (
+        Literal[("faiss", "torch", "bm25") + keys_of("retrieval/backends", "OF_CORPUS") + ("oracle",)] | None
+    ) = None
     dtype: Literal["float16", "int8"] = "float16"  # of backend torch
     # FAISS's search parameters, such as "nprobe=64"; empty keeps the index's own
     faiss_params: str = ""

@@ -27,6 +27,8 @@ from lld.rules import check_retriever
 BM25_BYTES = 12  # bytes of BM25 index per byte of corpus file (packed or not), while it is built in memory
 USE_INDEX = ("faiss", "torch", "bm25", None)  # backends that read retriever.index
 NEED_INDEX = ("faiss", "torch", None)
+# Backends that need nothing but the corpus; `retriever.backend` accepts these names besides those below.
+OF_CORPUS = {"random": RandomSearch, "empty": EmptySearch}
 
 
 def open_retriever(options: Retriever, reserved_bytes: float = 0.0):
@@ -110,10 +112,8 @@ def _refuse_gpus_for_each(options: Retriever) -> None:
 def _open_backend(
     options: Retriever, path: Path | None, manifest: dict | None, corpus: Corpus, reserved_bytes: float
 ):
-    if options.backend == "random":
-        return RandomSearch(corpus)
-    if options.backend == "empty":
-        return EmptySearch(corpus)
+    if options.backend in OF_CORPUS:
+        return OF_CORPUS[options.backend](corpus)
     if options.backend in ("bm25", "oracle"):
         # The libraries are imported where they are used: faiss and bm25s take a second.
         from lld.retrieval.bm25 import BM25Search, build_bm25, open_bm25
