@@ -79,11 +79,6 @@ class Episode:
         return last.content if last is not None and last.kind == "answer" else None
 
     @property
-    def answer_span(self) -> tuple[int, int] | None:
-        """[start, end) of "<answer> … </answer>" in `token_ids`, tags included."""
-        return (self.turns[-1].tag_start, self.turns[-1].end) if self.answer is not None else None
-
-    @property
     def num_searches(self) -> int:
         """Valid searches that were carried out.
 

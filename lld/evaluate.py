@@ -142,7 +142,8 @@ def summarize(records: Sequence[dict]) -> dict[str, float]:
 
 
 def bootstrap_means(values: Sequence[float], *, num_resamples: int = 2000, seed: int = 0) -> torch.Tensor:
-    """(num_resamples,) float64 means of samples of N out of the N `values`, with replacement."""
+    """(num_resamples,) float64 means of samples of N out of the N `values`, one a question, with replacement
+    (Efron & Tibshirani 1993, ch. 13)."""
     values_N = torch.as_tensor(values, dtype=torch.float64)
     N = len(values_N)
     assert N > 0 and num_resamples > 0
@@ -156,22 +157,13 @@ def bootstrap_means(values: Sequence[float], *, num_resamples: int = 2000, seed:
 
 
 def percentile_interval(means: torch.Tensor, level: float = 0.95) -> tuple[float, float]:
-    """The central `level` of bootstrap means."""
+    """The central `level` of bootstrap means.
+
+    It says how far another draw of questions could move the figure, not how far another training seed could.
+    """
     assert 0 < level < 1
     low, high = means.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=means.dtype)).tolist()
     return low, high
-
-
-def bootstrap_interval(
-    values: Sequence[float], *, num_resamples: int = 2000, seed: int = 0, level: float = 0.95
-) -> tuple[float, float]:
-    """Percentile bootstrap interval of the mean of `values`, one a question (Efron & Tibshirani 1993, ch.
-    13).
-
-    It says how far another draw of questions could move the figure; how far another training seed could, it
-    does not.
-    """
-    return percentile_interval(bootstrap_means(values, num_resamples=num_resamples, seed=seed), level)
 
 
 def paper_averages(em_by_benchmark: dict) -> dict:

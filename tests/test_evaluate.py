@@ -19,7 +19,7 @@ import eval as command
 from lld import config, data, evaluate, protocol, rollout, settings
 from lld.engine.engine import Engine
 from lld.episode import Question
-from lld.evaluate import bootstrap_interval, bootstrap_means, paper_averages, summarize
+from lld.evaluate import bootstrap_means, paper_averages, percentile_interval, summarize
 from lld.evaluation import play as play_module
 from lld.evaluation import scores as scores_module
 from lld.model import load
@@ -203,6 +203,10 @@ def open_world(world):
 
 
 # ---- figures ----
+
+
+def bootstrap_interval(values, level=0.95, **options):
+    return percentile_interval(bootstrap_means(values, **options), level)
 
 
 def test_bootstrap_against_a_loop():
