@@ -1,4 +1,4 @@
-"""Every name that a log may hold, and what it is."""
+"""Every name that a log may hold: what it is and, after a semicolon, its value in a healthy run."""
 
 GLOSSARY = {
     "step": "rollout step, from 0",
