@@ -19,7 +19,8 @@ import retriever_server
 from lld.config import Retriever
 from lld.retrieval.backends import open_retriever
 from lld.retrieval.client import Client, check_health
-from retriever_server import make_app, parse_options
+from lld.retrieval.service import make_app
+from retriever_server import parse_options
 
 TEXTS = ['"Red"\nred apple', '"Blue"\nblue sky', '"Green"\ngreen apple pie', '"Ünï"\nödd “text” </answer>']
 

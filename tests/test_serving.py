@@ -18,7 +18,8 @@ from fastapi.testclient import TestClient
 
 from lld.protocol import Passage
 from lld.retrieval.batching import Batcher, Busy, Cache
-from retriever_server import GRACE_S, Limits, guarded_protocol, make_app
+from lld.retrieval.service import Limits, guarded_protocol, make_app
+from retriever_server import GRACE_S
 
 
 class Slow:
@@ -494,7 +495,7 @@ def test_more_connections_than_allowed_are_told_so():
 
 
 def test_bodies_that_arrive_side_by_side_are_bounded(monkeypatch):
-    monkeypatch.setattr("retriever_server.BODIES", 2)
+    monkeypatch.setattr("lld.retrieval.service.BODIES", 2)
     head = (
         b"POST /retrieve HTTP/1.1\r\nHost: x\r\n"
         b"Content-Type: application/json\r\nContent-Length: 100000\r\n\r\n"
