@@ -326,7 +326,7 @@ def test_steps_of_fixed_shapes_are_the_same_steps(tokenizer):
         for number, prompt in enumerate(PROMPTS):
             engine.add(number, prompt, [number, number + 10, number + 20], 100)
         played.append(run(engine, turns=3, observation=range(5, 12), max_new_tokens=60, parked_steps=9))
-    assert max(map(len, played[0][0].values())) > 200 and engine.cache.state.shape[3] > 256  # it grew
+    assert max(map(len, played[0][0].values())) > 200 and engine.cache.keys_values.shape[3] > 256  # it grew
     assert {len(tokens) for tokens in played[0][0].values()} != {max(map(len, played[0][0].values()))}
     assert played[0][0] == played[1][0] and played[0][2] == played[1][2]
     for key, logprobs in played[0][1].items():
@@ -429,7 +429,7 @@ def test_under_autocast_the_cache_is_half_and_what_is_of_one_type_stays_so(token
             for key, prompt in enumerate(PROMPTS):
                 engine.add(key, prompt, [0], 6)
             kept.append(run(engine, turns=2, max_new_tokens=6)[:2])
-        assert engine.cache.state.dtype == (torch.bfloat16 if cast else dtype)
+        assert engine.cache.keys_values.dtype == (torch.bfloat16 if cast else dtype)
     exact, cast, half, half_cast = kept
     assert half == half_cast
     for other in (cast, half):

@@ -80,10 +80,10 @@ def test_the_shapes_have_the_published_numbers_of_parameters(name, params):
 def test_the_cache_is_predicted_to_the_token(lm):
     for prompt, longest in ((1, 300), (250, 4096), (700, 1500), (256, 256)):
         cache = engine.SlotCache(lm.config, 1, torch.device("cpu"), torch.float32, longest)
-        sizes = [cache.state.shape[3]]
+        sizes = [cache.keys_values.shape[3]]
         for length in range(prompt, longest + 1):
             cache.reserve(length)
-            sizes += [cache.state.shape[3]] * (cache.state.shape[3] != sizes[-1])
+            sizes += [cache.keys_values.shape[3]] * (cache.keys_values.shape[3] != sizes[-1])
         assert plan.cache_sizes(prompt, longest) == (sizes[-2] if len(sizes) > 1 else sizes[0], sizes[-1])
 
 

@@ -1,149 +1,168 @@
-"""The cache of keys and values, and one forward pass of packed tokens through a decoder that reads and fills
-it.
+"""The KV cache, and one forward pass of packed tokens through a decoder that reads and fills it.
 
 Llama, Qwen2 and Qwen3 decoders are run layer by layer here, through their own modules: transformers' forward
-takes twice the operations, which is what a small batch costs, and computes the last layer for tokens whose
-output nobody reads. Every other decoder, and one whose weights are sharded, goes through its own forward;
-both ways the numbers agree to rounding.
+launches twice as many operations, which dominates the cost of a small batch, and computes the last layer for
+tokens whose output nobody reads. Every other decoder, and one whose weights are sharded, goes through its own
+forward; both ways the numbers agree to rounding.
 """
 
 import torch
 from torch.nn.functional import rms_norm, silu
 
-from lld.engine.spans import Spans
+from lld.engine.spans import SingleSpans, Spans
 from lld.model import attention
 from lld.model.joined import KINDS, joined, neighbours
 from lld.model.lm_head import float32_logits
 
 LENGTH_BUCKET = 256  # the cache grows in steps of this many tokens
-FEW, LARGE = range(2, 129), 2**22  # rows and weights for which a CPU multiplies slice by slice
-ROPES = ("default", "linear", "llama3", "yarn")  # angles that do not depend on the length of the sequence
+# A CPU multiplies slice by slice for so many rows, and matrices of so many weights or more.
+FEW = range(2, 129)
+LARGE = 2**22
+ROPES = ("default", "linear", "llama3", "yarn")  # angles do not depend on the sequence's length
 
 
 def grown(room: int, length: int, limit: int | None = None) -> int:
-    """Tokens a row has room for after a cache with `room` had to take `length`: half as many again at least,
-    no more than `limit` asks for, in whole buckets.
+    """The new row length of a cache with `room` tokens a row that must hold `length`, in whole buckets.
+
+    At least half as many again, but no more than `limit` asks for.
     """
     wanted = max(length, room * 3 // 2)
-    return -(-(wanted if limit is None else max(length, min(wanted, limit))) // LENGTH_BUCKET) * LENGTH_BUCKET
+    if limit is not None:
+        wanted = max(length, min(wanted, limit))
+    return -(-wanted // LENGTH_BUCKET) * LENGTH_BUCKET
 
 
 class SlotCache:
-    """Keys and values of all slots in one tensor (layers, 2, S, T, H, D); what transformers calls
-    `past_key_values`.
+    """Keys and values of all slots in one tensor (layers, 2, S, T, H, D); transformers' `past_key_values`.
 
-    `spans` says which rows and positions the tokens of the present pass belong to. It grows with the rows up
-    to `max_tokens`. On a GPU it has that size from the start: the memory must be there anyway, growing takes
-    the old and the new one at once, and graphs hold its address.
+    It grows with the rows up to `max_tokens`. On a GPU it has that size from the start: the memory must be
+    there anyway, growing holds the old and the new tensor at once, and CUDA graphs hold its address.
     """
 
     def __init__(self, config, num_slots: int, device, dtype, max_tokens: int | None = None):
         heads = config.num_key_value_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.shape, self.max_tokens = (config.num_hidden_layers, 2, num_slots, heads, dim), max_tokens
+        self.shape = (config.num_hidden_layers, 2, num_slots, heads, dim)
+        self.max_tokens = max_tokens
         self.options = {"device": torch.device(device), "dtype": dtype}
         whole = max_tokens is not None and self.options["device"].type == "cuda"
-        self.state = self._allocate(grown(0, max_tokens) if whole else LENGTH_BUCKET)
+        self.keys_values = self._allocate(grown(0, max_tokens) if whole else LENGTH_BUCKET)
+        self.spans: Spans | SingleSpans | None = None
+
+    def begin_pass(self, spans: Spans | SingleSpans) -> None:
+        """Says which rows and positions the tokens of the next forward pass belong to.
+
+        transformers calls `update` with keys and values only, so the cache has to know.
+        """
+        self.spans = spans
 
     @property
     def room(self) -> int:
         """Tokens a row has room for."""
-        return self.state.shape[3]
+        return self.keys_values.shape[3]
 
     def _allocate(self, length: int) -> torch.Tensor:
         *outer, heads, dim = self.shape
-        # Zeros, because masked keys still enter the softmax as 0 * value and must be finite. In memory a
-        # head's
-        # tokens are neighbours on a CPU, whose attention takes 4 times longer otherwise; a GPU's flash
-        # kernels
-        # ask for whole tokens.
+        # Zeros, because masked keys still enter the sum as 0 * value and must be finite. On a CPU the tokens
+        # of a head are contiguous: its attention takes 4 times longer otherwise. A GPU's flash kernels want
+        # all heads of a token contiguous.
         if self.options["device"].type == "cuda":
             return torch.zeros(*outer, length, heads, dim, **self.options)
         return torch.zeros(*outer, heads, length, dim, **self.options).transpose(3, 4)
 
     def reserve(self, length: int) -> None:
         """Makes room for `length` tokens a row."""
-        old = self.state
         if length > self.room:
-            self.state = self._allocate(grown(self.room, length, self.max_tokens))
-            self.state[:, :, :, : old.shape[3]] = old
+            old = self.keys_values
+            self.keys_values = self._allocate(grown(self.room, length, self.max_tokens))
+            self.keys_values[:, :, :, : old.shape[3]] = old
 
     def write(self, layer: int, kept_N2HD: torch.Tensor) -> torch.Tensor:
         """Stores the pass's keys and values and returns those (2, A, T, H, D) of its rows."""
-        state = self.state[layer]
-        state[:, self.spans.rows_N, self.spans.positions_N] = kept_N2HD.transpose(0, 1).to(state.dtype)
-        return state[:, : self.spans.num_rows]
+        stored = self.keys_values[layer]
+        stored[:, self.spans.rows_N, self.spans.positions_N] = kept_N2HD.transpose(0, 1).to(stored.dtype)
+        return stored[:, : self.spans.num_rows]
 
     def update(self, keys_1HND, values_1HND, layer_idx, *_args, **_kwargs):
+        """What transformers' attention modules call; returns keys and values of the pass's rows."""
         kept_H2ND = torch.stack([keys_1HND[0], values_1HND[0]], 1)
         return self.write(layer_idx, kept_H2ND.permute(2, 1, 0, 3)).unbind()
 
     def move_rows(self, moves: list[tuple[int, int, int]]) -> None:
-        """Copies (source, target, tokens) rows, all at once: a target may be another's source."""
-        held = [self.state[:, :, source, :length].clone() for source, _, length in moves]
+        """Copies rows (source, target, tokens), all at once: a target may be another's source."""
+        held = [self.keys_values[:, :, source, :length].clone() for source, _, length in moves]
         for (_, target, length), row in zip(moves, held, strict=True):
-            self.state[:, :, target, :length] = row
+            self.keys_values[:, :, target, :length] = row
 
-    # transformers asks this of a cache; the mask and positions it would derive from it are always given.
+    # transformers calls this to derive mask and positions, which are always given here.
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
 
 class Decoder:
-    """`lm`'s body as a function of packed tokens; reads the weights but never keeps them (those of
-    `join_weights` as views).
+    """`lm`'s body as a function of packed tokens.
+
+    It reads the model's weights in place and keeps no copies (views of those that `join_weights` joined).
     """
 
     def __init__(self, lm):
-        self.lm, self.base, config = lm, lm.base_model, lm.config
+        config = lm.config
+        self.lm = lm
+        self.base = lm.base_model
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
         plain = all(type(weight) is torch.nn.Parameter for weight in lm.parameters())  # FSDP's are DTensors
         self.direct = config.model_type in KINDS and rope in ROPES and config.hidden_act == "silu" and plain
         self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.num_kv, self.angles_T21D = config.num_key_value_heads, torch.empty(0)
+        self.num_kv = config.num_key_value_heads
+        self.angles_T21D = torch.empty(0)  # a table, filled when its length is known
         if self.direct:
-            self.qkv, self.gate_up = zip(
-                *(map(joined, neighbours(layer)) for layer in self.base.layers), strict=True
-            )
+            views = [map(joined, neighbours(layer)) for layer in self.base.layers]
+            self.qkv, self.gate_up = zip(*views, strict=True)
         else:
             lm.set_attn_implementation(attention.NAME)
 
-    def __call__(self, token_ids_N: torch.Tensor, spans: Spans, cache) -> torch.Tensor:
-        """The last hidden states (A, C) after the last token of each of the A rows; writes the keys and
-        values of all tokens.
+    def __call__(self, token_ids_N: torch.Tensor, spans: Spans | SingleSpans, cache) -> torch.Tensor:
+        """The last hidden states (A, C) after the last token of each of the A rows.
+
+        Writes the keys and values of all tokens to the cache.
         """
-        cache.spans = spans
-        if not self.direct:
-            inputs = dict(
-                position_ids=spans.positions_N[None], past_key_values=cache, use_cache=True, spans=spans
-            )
-            hidden_NC = self.base(token_ids_N[None], **inputs).last_hidden_state[0]
-            return hidden_NC if spans.last_R is None else hidden_NC[spans.last_R]
+        cache.begin_pass(spans)
+        if self.direct:
+            return self._run_layers(token_ids_N, spans, cache)
+        inputs = {"position_ids": spans.positions_N[None], "past_key_values": cache, "use_cache": True}
+        hidden_NC = self.base(token_ids_N[None], spans=spans, **inputs).last_hidden_state[0]
+        return hidden_NC if spans.last_R is None else hidden_NC[spans.last_R]
+
+    def _run_layers(self, token_ids_N: torch.Tensor, spans: Spans | SingleSpans, cache) -> torch.Tensor:
         hidden_NC = self.base.embed_tokens(token_ids_N)
         angles = self._angles(spans, hidden_NC, cache.room)
+        num_kv = self.num_kv
         for number, layer in enumerate(self.base.layers):
-            attn, mlp, num_kv = layer.self_attn, layer.mlp, self.num_kv
+            attn = layer.self_attn
             heads_NHD = self._heads(number, attn, _rms_norm(hidden_NC, layer.input_layernorm), *angles)
             query_NHD, kept_NHD = heads_NHD[:, : -2 * num_kv], heads_NHD[:, -2 * num_kv :]
             keys, values = cache.write(number, kept_NHD.view(len(kept_NHD), 2, num_kv, self.dim))
-            last_R = spans.last_R if number == len(self.base.layers) - 1 else None
-            if last_R is not None:  # of the last layer only each row's last token is read
-                hidden_NC, query_NHD, spans = hidden_NC[last_R], query_NHD[last_R], spans.last
+            if number == len(self.base.layers) - 1 and spans.last_R is not None:
+                # Of the last layer only each row's last token is read.
+                hidden_NC, query_NHD = hidden_NC[spans.last_R], query_NHD[spans.last_R]
+                spans = spans.last
             attended_NC = spans.attend(query_NHD, keys, values, attn.scaling).flatten(1)
             hidden_NC = _add_product(hidden_NC, attended_NC, attn.o_proj)
             normed_NC = _rms_norm(hidden_NC, layer.post_attention_layernorm)
-            if self.gate_up[number] is not None:
-                gate_NF, up_NF = torch.nn.functional.linear(normed_NC, *self.gate_up[number]).chunk(2, 1)
-                gated_NF = silu(gate_NF, inplace=True).mul_(up_NF)
-            else:
-                gated_NF = silu(linear(normed_NC, mlp.gate_proj)) * linear(normed_NC, mlp.up_proj)
-            hidden_NC = _add_product(hidden_NC, gated_NF, mlp.down_proj)
+            gated_NF = self._gated(number, layer.mlp, normed_NC)
+            hidden_NC = _add_product(hidden_NC, gated_NF, layer.mlp.down_proj)
         return _rms_norm(hidden_NC, self.base.norm)
+
+    def _gated(self, number: int, mlp, normed_NC: torch.Tensor) -> torch.Tensor:
+        if self.gate_up[number] is None:
+            return silu(linear(normed_NC, mlp.gate_proj)) * linear(normed_NC, mlp.up_proj)
+        gate_NF, up_NF = torch.nn.functional.linear(normed_NC, *self.gate_up[number]).chunk(2, 1)
+        return silu(gate_NF, inplace=True).mul_(up_NF)
 
     def _heads(
         self, number: int, attn, normed_NC: torch.Tensor, cos_N1D: torch.Tensor, sin_N1D: torch.Tensor
     ) -> torch.Tensor:
-        """Queries, keys and values (N, H + 2 K, D), the first two rotated at once."""
+        """Queries, keys and values (N, H + 2 K, D); queries and keys are rotated in one operation."""
         if self.qkv[number] is not None:
             heads_NC = torch.nn.functional.linear(normed_NC, *self.qkv[number])
         else:
@@ -158,9 +177,12 @@ class Decoder:
         rotated_NHD.mul_(cos_N1D).addcmul_(other_NHD, sin_N1D)
         return heads_NHD
 
-    def _angles(self, spans: Spans, like: torch.Tensor, room: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin (N, 1, D) of the tokens' positions, from a table that the model's own module fills for
-        a row's `room`.
+    def _angles(
+        self, spans: Spans | SingleSpans, like: torch.Tensor, room: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin (N, 1, D) of the tokens' positions, from a table of `room` positions.
+
+        The model's own rotary module fills the table.
         """
         if len(self.angles_T21D) < room:
             cos_1TD, sin_1TD = self.base.rotary_emb(like, torch.arange(room, device=like.device)[None])
@@ -170,8 +192,10 @@ class Decoder:
 
 
 def linear(x_NC: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
-    """module(x_NC). On a CPU a few rows meet large weights slice by slice, in slices that stay in its cache:
-    the libraries' own product copies the weights first.
+    """module(x_NC).
+
+    On a CPU a product of few rows with a large matrix goes slice by slice, in slices that stay in the CPU's
+    cache: the library's own product copies the weights first.
     """
     few = type(module) is torch.nn.Linear and not x_NC.is_cuda and len(x_NC) in FEW
     if not few or torch.is_autocast_enabled("cpu") or module.weight.numel() < LARGE:
@@ -187,9 +211,7 @@ def linear(x_NC: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
 
 
 def head_logits(hidden_NC: torch.Tensor, head: torch.nn.Module) -> torch.Tensor:
-    """The LM head's logits (N, V) of all states at once, for the engine, with the rounding that
-    `token_scores` has.
-    """
+    """The LM head's logits (N, V) of all states at once, with the rounding of training's `token_scores`."""
     device = hidden_NC.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NC.dtype
     if dtype not in (torch.bfloat16, torch.float16):
@@ -199,12 +221,12 @@ def head_logits(hidden_NC: torch.Tensor, head: torch.nn.Module) -> torch.Tensor:
 
 
 def _fused(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a GPU's fused kernels may be called: nothing is cast on the way."""
+    """Whether a GPU's fused kernels may be called: on a GPU, and nothing is cast under autocast."""
     return x.is_cuda and x.dtype == weight.dtype and not torch.is_autocast_enabled("cuda")
 
 
 def _add_product(hidden_NC: torch.Tensor, x_ND: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
-    """hidden + module(x), on a GPU one kernel, which writes into `hidden` and rounds the sum once."""
+    """hidden + module(x); on a GPU one kernel, which writes into `hidden` and rounds the sum once."""
     plain = type(module) is torch.nn.Linear and module.bias is None and hidden_NC.dtype == x_ND.dtype
     if plain and _fused(x_ND, module.weight):
         return hidden_NC.addmm_(x_ND, module.weight.T)
@@ -212,9 +234,7 @@ def _add_product(hidden_NC: torch.Tensor, x_ND: torch.Tensor, module: torch.nn.M
 
 
 def _rms_norm(x: torch.Tensor, norm) -> torch.Tensor:
-    """The model's own norm. On a GPU one kernel, which rounds once: transformers rounds what is normed before
-    it meets the weight as well.
-    """
+    """The model's norm. On a GPU one kernel, which rounds once; transformers rounds twice."""
     if _fused(x, norm.weight):
         return rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
     wide = x.float()

@@ -1,18 +1,18 @@
 """Sampling: slots, a KV cache that lives as long as an episode, continuous batching, stop strings.
 
-The engine knows tokens and has never heard of search. Its contract:
+The engine works on tokens and knows nothing of search. Its contract:
 
-    engine.add(key, prompt_ids, seeds, max_new_tokens)      # one sample a seed; the prompt is prefilled once
-      for all of them
-    engine.step() -> list[Stopped]                          # one token for every running slot
-    engine.extend((key, sample), token_ids, max_new_tokens) # append an observation: only the new tokens are
-      prefilled
-    engine.release((key, sample))                           # frees the slot; a waiting sample takes it
+    engine.add(group, prompt_ids, seeds, max_new_tokens)  # one sample for each seed; the prompt is read once
+    engine.step() -> list[Stopped]                        # one token for every running slot
+    engine.extend(key, token_ids, max_new_tokens)         # append an observation; only its tokens are read
+    engine.release(key)                                   # free the slot; a waiting sample takes it
 
-A step is one forward pass of packed tokens: the last token of every running slot, prompts and observations
-not yet read. Rows of the cache are kept in the order running, ready (something to read), parked (stopped,
-nothing to do yet), so that a pass works on one contiguous block of rows and no keys are copied to make a
-batch.
+`group` names a prompt, a key is (group, number of the sample).
+
+A step is one forward pass of packed tokens: the last token of every running slot, and prompts and
+observations not yet read. Rows of the cache are kept in the order running, ready (something to read), parked
+(stopped, nothing to do yet), so that a pass works on one contiguous block of rows and no keys are copied to
+make a batch.
 """
 
 from contextlib import nullcontext
@@ -22,20 +22,26 @@ import torch
 
 from lld.engine.decoder import Decoder, SlotCache, head_logits
 from lld.engine.sampling import sample_tokens
-from lld.engine.spans import Spans
+from lld.engine.spans import SingleSpans, Spans
 
-PASS_TOKENS = 16384  # at most this many tokens in one pass, or one row that alone has more
+PASS_TOKENS = 16384  # at most so many tokens in one pass, or one row that alone has more
+
+
+# States of a sequence, in the order of their rows in the cache.
+RUNNING = 0  # one token to read
+READY = 1  # several tokens to read
+PARKED = 2  # its turn ended, nothing to read yet
+FREE = 3  # released, its row may be taken
 
 
 @dataclass
 class Stopped:
-    """A turn that ended: its token ids, their log-probabilities and why ("stop_string", "eos" or
-    "length")."""
+    """A turn that ended: its token ids, their log-probabilities, and why it ended."""
 
     key: tuple
     token_ids: list[int]
     logprobs: list[float]
-    reason: str
+    reason: str  # "stop_string", "eos" or "length"
 
 
 @dataclass
@@ -43,31 +49,69 @@ class Sequence:
     key: tuple
     generator: torch.Generator
     unread: list[int]  # tokens still to be fed to the model; the last sampled one always is
-    state: int = 0  # RUNNING, READY, PARKED or FREE
+    state: int = RUNNING
     length: int = 0  # tokens whose keys and values are in the cache
     token_ids: list[int] = field(default_factory=list)  # of this turn
     logprobs: list[float] = field(default_factory=list)
-    uniforms: list[int] = field(
-        default_factory=list
-    )  # one float64 a token of this turn, as the integer of the same bits
+    uniforms: list[int] = field(default_factory=list)  # of this turn's tokens: the bits of a float64 each
 
 
 @dataclass
 class Prompt:
-    """A group's prompt; once its first sample has read it, its keys and values and the logits after it, for
-    the others.
-    """
+    """A group's prompt, and what its first sample's reading leaves for the others."""
 
     token_ids: list[int]
-    state: torch.Tensor | None = None
-    logits_V: torch.Tensor | None = None
-
-
-RUNNING, READY, PARKED, FREE = 0, 1, 2, 3  # RUNNING: one token to read
+    keys_values: torch.Tensor | None = None  # (layers, 2, T, H, D)
+    logits_V: torch.Tensor | None = None  # after the last token
 
 
 def _state_to_read(sequence: Sequence) -> int:
     return READY if len(sequence.unread) > 1 else RUNNING
+
+
+def _check_model(config) -> None:
+    """Refuses models with operations that neither the engine nor the policy applies."""
+    for name in ("logits_scaling", "logit_scale", "final_logit_softcapping", "use_sliding_window"):
+        value = getattr(config, name, None)
+        if value not in (None, False, 1, 1.0):
+            raise ValueError(
+                f"{config.model_type} has {name} = {value}, which engine and policy do not apply: "
+                "use a plain Llama/Qwen kind of decoder"
+            )
+    other = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
+    if other:
+        raise ValueError(
+            f"{config.model_type} has {', '.join(sorted(other))} layers: "
+            "the engine's cache holds full attention only"
+        )
+
+
+def _may_end(text: str, stop_strings: tuple[str, ...]) -> bool:
+    """Whether a stop string can end within `text`, whatever precedes it."""
+    for stop in stop_strings:
+        for end, char in enumerate(text, start=1):
+            if char == stop[-1] and (stop.endswith(text[:end]) or text[:end].endswith(stop)):
+                return True
+    return False
+
+
+def tokens_that_may_stop(tokenizer, stop_strings: tuple[str, ...]) -> frozenset[int]:
+    """The ids of all tokens in which a stop string can end; only after these is text compared.
+
+    Such a token contains the stop string's last character. An added token is its text and nothing else, so of
+    these only those that can be the end of a stop string.
+    """
+    last = tuple(stop[-1] for stop in stop_strings)
+    added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}
+    found = []
+    for i, token in enumerate(tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))):
+        if (
+            token
+            and any(char in token for char in last)
+            and (i not in added or _may_end(added[i], stop_strings))
+        ):
+            found.append(i)
+    return frozenset(found)
 
 
 class Engine:
@@ -84,39 +128,31 @@ class Engine:
         cuda_graphs: bool = False,
         max_tokens: int | None = None,
     ):
-        """Samples from `lm`, any transformers decoder of the Llama/Qwen2/Qwen3 kind, whose weights it reads
-        but never keeps.
+        """Samples from `lm`, a transformers decoder of the Llama/Qwen2/Qwen3 kind; copies no weights.
 
-        `max_tokens`: the longest that a sequence will become, if known; on a GPU the cache has that size from
-        the start. With `cuda_graphs` on a GPU, where nothing is cast under autocast, steps without prompts
-        and observations replay CUDA graphs; the weights must then stay where they are as long as the engine
-        lives.
+        max_tokens: the longest that a sequence will become, if known; on a GPU the cache has that size from
+        the start. With `cuda_graphs`, on a GPU and where nothing is cast under autocast, steps without
+        prompts and observations replay CUDA graphs; the weights must then stay where they are as long as the
+        engine lives.
         """
-        scaled = [
-            name
-            for name in ("logits_scaling", "logit_scale", "final_logit_softcapping", "use_sliding_window")
-            if getattr(lm.config, name, None) not in (None, False, 1, 1.0)
-        ]
-        if scaled:
-            raise ValueError(
-                f"{lm.config.model_type} has {scaled[0]} = {getattr(lm.config, scaled[0])}, which engine and "
-                "policy do not apply: use a plain Llama/Qwen kind of decoder"
-            )
-        other = set(getattr(lm.config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
-        if other:
-            raise ValueError(
-                f"{lm.config.model_type} has {', '.join(sorted(other))} layers: "
-                "the engine's cache holds full attention only"
-            )
-        self.lm, self.tokenizer, self.num_slots = lm, tokenizer, num_slots
-        self.temperature, self.top_p = temperature, top_p
-        self.stop_strings, self.eos_ids = stop_strings, frozenset(eos_ids)
-        self.device, cache_dtype = lm.device, lm.dtype
+        _check_model(lm.config)
+        self.lm = lm
+        self.tokenizer = tokenizer
+        self.num_slots = num_slots
+        self.temperature = temperature
+        self.top_p = top_p
+        self.stop_strings = stop_strings
+        self.eos_ids = frozenset(eos_ids)
+        self.may_stop = tokens_that_may_stop(tokenizer, stop_strings)
+        self.tail = 2 * max(map(len, stop_strings), default=0) + 8  # tokens decoded to look for a stop string
+        self.device = lm.device
+        cache_dtype = lm.dtype
         if torch.is_autocast_enabled(self.device.type):
             cache_dtype = torch.get_autocast_dtype(self.device.type)
+        self.castless = lm.dtype == cache_dtype
         self.decoder = Decoder(lm)
         self.cache = SlotCache(lm.config, num_slots, self.device, cache_dtype, max_tokens)
-        self.castless, self.graphs = lm.dtype == cache_dtype, None
+        self.graphs = None
         if cuda_graphs and self.device.type == "cuda" and self.decoder.direct and self.castless:
             from lld.engine.graphs import DecodeGraphs  # only a GPU has them
 
@@ -124,26 +160,7 @@ class Engine:
         self.rows: list[Sequence] = []  # by cache row
         self.by_key: dict[tuple, Sequence] = {}
         self.prompts: dict[object, Prompt] = {}  # of groups with waiting samples
-        self.waiting: list[tuple] = []  # (key, sample, seed, max_new_tokens) without a slot
-        last = tuple(stop[-1] for stop in stop_strings)
-        tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-        # A stop string can only end in a token that contains its last character; only there is text looked
-        # at. An
-        # added token is its text and nothing else, so of these only those that can be the end of a stop
-        # string.
-        added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}
-        ends = lambda text: any(
-            stop.endswith(text[: i + 1]) or text[: i + 1].endswith(stop)
-            for stop in stop_strings
-            for i, char in enumerate(text)
-            if char == stop[-1]
-        )
-        self.may_stop = frozenset(
-            i
-            for i, token in enumerate(tokens)
-            if token and any(char in token for char in last) and (i not in added or ends(added[i]))
-        )
-        self.tail = 2 * max(map(len, stop_strings), default=0) + 8
+        self.waiting: list[tuple] = []  # (group, sample, seed, max_new_tokens) without a slot
         self.num_fed = 0  # tokens pushed through the model, padding excluded
 
     @property
@@ -159,12 +176,14 @@ class Engine:
         """Whether `step` has anything to do."""
         return self.num_running > 0 or (bool(self.waiting) and self.num_free > 0)
 
-    def add(self, key, prompt_ids: list[int], seeds: list[int], max_new_tokens: int) -> None:
+    def add(self, group, prompt_ids: list[int], seeds: list[int], max_new_tokens: int) -> None:
+        """Queues one sample of `prompt_ids` for each seed; their keys are (group, 0), (group, 1), ..."""
         assert prompt_ids and max_new_tokens > 0
-        self.prompts[key] = Prompt(list(prompt_ids))
-        self.waiting += [(key, sample, seed, max_new_tokens) for sample, seed in enumerate(seeds)]
+        self.prompts[group] = Prompt(list(prompt_ids))
+        self.waiting += [(group, sample, seed, max_new_tokens) for sample, seed in enumerate(seeds)]
 
     def extend(self, key: tuple, token_ids: list[int], max_new_tokens: int) -> None:
+        """Appends tokens to a stopped sequence and begins its next turn."""
         sequence = self.by_key[key]
         assert sequence.state == PARKED and max_new_tokens > 0
         sequence.unread += token_ids
@@ -172,22 +191,21 @@ class Engine:
         self._begin_turn(sequence, max_new_tokens)
 
     def release(self, key: tuple) -> None:
+        """Ends a stopped sequence and frees its slot."""
         sequence = self.by_key.pop(key)
         assert sequence.state == PARKED
         sequence.state = FREE
 
     def step(self) -> list[Stopped]:
-        """One token for every running slot, and the first one for slots with something to read, in one
-        pass."""
+        """One forward pass: one token for every slot that runs or has something to read."""
         assert not self.lm.training, "in training mode gradient checkpointing drops the cache"
-        autocast = (
-            torch.is_autocast_enabled(self.device.type) and self.castless
-        )  # off, where everything is of one type already
-        with torch.autocast(self.device.type, enabled=False) if autocast else nullcontext():
-            with (
-                torch.inference_mode() if self.decoder.direct else torch.no_grad()
-            ):  # the former does less for every operation
-                return self._step()
+        # Where everything has one dtype already, autocast only costs time.
+        leaves_autocast = self.castless and torch.is_autocast_enabled(self.device.type)
+        autocast = torch.autocast(self.device.type, enabled=False) if leaves_autocast else nullcontext()
+        # Inference mode has less overhead per operation.
+        no_grad = torch.inference_mode() if self.decoder.direct else torch.no_grad()
+        with autocast, no_grad:
+            return self._step()
 
     def _step(self) -> list[Stopped]:
         starting = self.waiting[: self.num_free]
@@ -204,18 +222,15 @@ class Engine:
         return self._sample(reading + copied, logits_SV, uniforms_S) if reading or copied else []
 
     def _begin_turn(self, sequence: Sequence, max_new_tokens: int) -> None:
-        sequence.token_ids, sequence.logprobs = [], []
-        sequence.uniforms = (
-            torch.rand(max_new_tokens, generator=sequence.generator, dtype=torch.float64)
-            .view(torch.int64)
-            .tolist()
-        )
+        sequence.token_ids = []
+        sequence.logprobs = []
+        uniforms = torch.rand(max_new_tokens, generator=sequence.generator, dtype=torch.float64)
+        sequence.uniforms = uniforms.view(torch.int64).tolist()
 
     def _start(self, waiting: tuple) -> Sequence:
-        key, sample, seed, max_new_tokens = waiting
-        sequence = Sequence(
-            (key, sample), torch.Generator().manual_seed(seed), list(self.prompts[key].token_ids)
-        )
+        group, sample, seed, max_new_tokens = waiting
+        generator = torch.Generator().manual_seed(seed)
+        sequence = Sequence((group, sample), generator, list(self.prompts[group].token_ids))
         sequence.state = _state_to_read(sequence)
         self._begin_turn(sequence, max_new_tokens)
         self.waiting.remove(waiting)
@@ -224,81 +239,75 @@ class Engine:
         return sequence
 
     def _start_readers(self, starting: list[tuple]) -> None:
-        """The first sample of every group whose prompt nobody has read or is about to read."""
+        """Starts the first sample of every group whose prompt nobody has read or is about to read."""
         known = {sequence.key[0] for sequence in self.rows if sequence.state <= READY and not sequence.length}
         for waiting in list(starting):
-            key = waiting[0]
-            if self.prompts[key].state is None and key not in known:
-                known.add(key)
+            group = waiting[0]
+            if self.prompts[group].keys_values is None and group not in known:
+                known.add(group)
                 starting.remove(waiting)
                 self._start(waiting)
 
     def _keep_prompts(self, reading: list[Sequence], logits_SV: torch.Tensor) -> None:
-        """Keys and values of prompts just read whose other samples still wait."""
-        missing = {key for key, *_ in self.waiting if self.prompts[key].state is None}
+        """Keeps keys and values of prompts just read whose other samples still wait."""
+        missing = {group for group, *_ in self.waiting if self.prompts[group].keys_values is None}
         for row, sequence in enumerate(reading):
-            key = sequence.key[0]
-            if key in missing and sequence.length == len(self.prompts[key].token_ids):
-                self.prompts[key].state, self.prompts[key].logits_V = (
-                    self.cache.state[:, :, row, : sequence.length].clone(),
-                    logits_SV[row].clone(),
-                )
+            group = sequence.key[0]
+            if group in missing and sequence.length == len(self.prompts[group].token_ids):
+                prompt = self.prompts[group]
+                prompt.keys_values = self.cache.keys_values[:, :, row, : sequence.length].clone()
+                prompt.logits_V = logits_SV[row].clone()
 
     def _start_copies(self, starting: list[tuple]) -> tuple[list[Sequence], list[torch.Tensor]]:
-        """Samples whose prompt has been read: they get a copy of its keys and values, and the logits after
-        it.
+        """Starts samples whose prompt has been read, with a copy of its keys and values.
+
+        Returns them and the logits (1, V) after the prompt of each.
         """
-        ready, first = (
-            [waiting for waiting in starting if self.prompts[waiting[0]].state is not None],
-            len(self.rows),
-        )
+        ready = [waiting for waiting in starting if self.prompts[waiting[0]].keys_values is not None]
+        groups = [group for group, *_ in ready]
+        first = len(self.rows)
         copied = [self._start(waiting) for waiting in ready]
-        for key in dict.fromkeys(key for key, *_ in ready):
-            prompt, rows = (
-                self.prompts[key],
-                [first + i for i, waiting in enumerate(ready) if waiting[0] == key],
-            )
+        for group in dict.fromkeys(groups):
+            rows = [first + i for i, other in enumerate(groups) if other == group]
             assert rows == list(range(rows[0], rows[-1] + 1)), "samples of a prompt wait one after the other"
-            self.cache.state[:, :, rows[0] : rows[-1] + 1, : prompt.state.shape[2]] = prompt.state[:, :, None]
+            kept = self.prompts[group].keys_values
+            self.cache.keys_values[:, :, rows[0] : rows[-1] + 1, : kept.shape[2]] = kept[:, :, None]
         for sequence in copied:
-            sequence.state, sequence.length, sequence.unread = RUNNING, len(sequence.unread), []
-        logits = [self.prompts[key].logits_V[None] for key, *_ in ready]
-        still_waiting = {key for key, *_ in self.waiting}
-        self.prompts = {key: prompt for key, prompt in self.prompts.items() if key in still_waiting}
+            sequence.state = RUNNING
+            sequence.length = len(sequence.unread)
+            sequence.unread = []
+        logits = [self.prompts[group].logits_V[None] for group in groups]
+        still_waiting = {group for group, *_ in self.waiting}
+        self.prompts = {group: prompt for group, prompt in self.prompts.items() if group in still_waiting}
         return copied, logits
 
     def _arrange(self) -> None:
-        """Reorders rows to running, ready, parked, free, moving only those that stand in another's region,
-        and forgets the free.
+        """Reorders rows to running, ready, parked, free, and drops the free ones.
+
+        Only those that stand in another state's region move.
         """
         states = [sequence.state for sequence in self.rows]
         wanted = sorted(states)
         if states != wanted:
+            misplaced = [row for row, state in enumerate(states) if state != wanted[row]]
             holes = {state: [] for state in (RUNNING, READY, PARKED, FREE)}
-            for row, (state, want) in enumerate(zip(states, wanted, strict=True)):
-                if state != want:
-                    holes[want].append(row)
-            moves = [
-                (row, holes[state].pop())
-                for row, (state, want) in enumerate(zip(states, wanted, strict=True))
-                if state != want
-            ]
+            for row in misplaced:
+                holes[wanted[row]].append(row)
+            moves = [(row, holes[states[row]].pop()) for row in misplaced]
             rows = list(self.rows)
+            copies = []
             for source, target in moves:
-                rows[target] = self.rows[source]
-            self.cache.move_rows(
-                [
-                    (source, target, self.rows[source].length)
-                    for source, target in moves
-                    if self.rows[source].length and states[source] != FREE
-                ]
-            )
+                sequence = self.rows[source]
+                rows[target] = sequence
+                if sequence.length and states[source] != FREE:
+                    copies.append((source, target, sequence.length))
+            self.cache.move_rows(copies)
             self.rows = rows
         while self.rows and self.rows[-1].state == FREE:
             self.rows.pop()
 
     def _next_pass(self) -> list[Sequence]:
-        """Rows 0, 1, …: all that run, and those that have something to read as long as the pass has room."""
+        """Rows 0, 1, ...: all that run, and those with more to read as long as the pass has room."""
         chosen, num_tokens = [], 0
         for sequence in self.rows:
             num_tokens += len(sequence.unread)
@@ -308,41 +317,43 @@ class Engine:
         return chosen
 
     def _read(self, sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Feeds the unread tokens of `sequences`, which lie in cache rows 0, 1, …; the logits (R, V) after
-        each, and the numbers (R,) to draw with.
+        """Feeds the unread tokens of `sequences`, which lie in cache rows 0, 1, ...
 
-        Everything the step tells the device goes there in one copy, which the host does not wait for.
+        Returns the logits (R, V) after each, and the numbers (R,) to draw with. Everything the step tells the
+        device goes there in one copy, which the host does not wait for.
         """
         counts = [len(sequence.unread) for sequence in sequences]
-        one_each = max(counts) == 1
-        if replay := self.graphs is not None and one_each:
+        replays = self.graphs is not None and max(counts) == 1
+        if replays:
             tokens, ends = self._fill_up(len(sequences))
         else:
             tokens = [token for sequence in sequences for token in sequence.unread]
             ends = [sequence.length + count for sequence, count in zip(sequences, counts, strict=True)]
         self.cache.reserve(max(ends))
         bits = [sequence.uniforms[len(sequence.token_ids)] for sequence in sequences]
-        told = self._to_device([*tokens, *ends, *counts, *bits])
-        tokens_N, ends_A, counts_R, bits_R = told.split([len(tokens), len(ends), len(counts), len(bits)])
-        if replay:
+        sent = self._to_device([*tokens, *ends, *counts, *bits])
+        tokens_N, ends_A, counts_R, bits_R = sent.split([len(tokens), len(ends), len(counts), len(bits)])
+        if replays:
             logits_RV = self.graphs(tokens_N, ends_A, max(ends[: len(sequences)]), len(sequences))
         else:
-            dtype = self.cache.state.dtype
-            if one_each:
-                spans = Spans.one_each(ends_A, max(ends), dtype)
+            dtype = self.cache.keys_values.dtype
+            if max(counts) == 1:
+                spans = SingleSpans(ends_A, max(ends), dtype)
             else:
                 spans = Spans(ends, counts, ends_A, counts_R, dtype)
             hidden_RC = self.decoder(tokens_N, spans, self.cache)
             logits_RV = head_logits(hidden_RC, self.lm.get_output_embeddings())
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.length += count
-            sequence.state, sequence.unread = RUNNING, []
+            sequence.state = RUNNING
+            sequence.unread = []
         self.num_fed += sum(counts)
         return logits_RV, bits_R.view(torch.float64)
 
     def _fill_up(self, num_rows: int) -> tuple[list[int], list[int]]:
-        """One token of each row and the tokens in it with that one, for a CUDA graph of fixed shape; rows
-        behind fill it up (see lld/engine/graphs.py).
+        """Tokens and ends of a pass with one token a row, padded to a CUDA graph's fixed number of rows.
+
+        The padding rows are those that come next in the cache (see lld/engine/graphs.py).
         """
         from lld.engine.graphs import bucket
 
@@ -353,9 +364,11 @@ class Engine:
         return tokens, [row.length + 1 for row in rows] + [1] * missing
 
     def _to_device(self, numbers: list[int]) -> torch.Tensor:
-        """From pinned memory, so that the host does not wait until everything before the copy is done."""
-        told = torch.tensor(numbers)
-        return told.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else told
+        """Copies from pinned memory: otherwise the host would wait for everything queued before the copy."""
+        numbers_N = torch.tensor(numbers)
+        if self.device.type != "cuda":
+            return numbers_N
+        return numbers_N.pin_memory().to(self.device, non_blocking=True)
 
     def _sample(
         self, sequences: list[Sequence], logits_SV: torch.Tensor, uniforms_S: torch.Tensor

@@ -1,10 +1,9 @@
-"""Decode steps of fixed shapes, captured once as CUDA graphs and replayed, so that a GPU never waits for
-Python between kernels.
+"""Decode steps of fixed shapes, captured once as CUDA graphs and replayed: Python is out of the way.
 
-A step with one token a row depends on nothing but the tokens and where they stand; its shape is the number of
-rows, rounded up, and the cache length that attention looks at, rounded up. Rows that fill it up are whatever
-lies behind in the cache: each writes to its own first free position, which its next real token overwrites
-before anything reads it.
+A step with one token a row depends only on the tokens and their positions. Its shape is the number of rows
+and the cache length that attention reads, both rounded up. The padding rows are whatever comes next in the
+cache: each writes to its own first free position, which its next real token overwrites before anything reads
+it.
 """
 
 from collections.abc import Callable
@@ -12,55 +11,59 @@ from collections.abc import Callable
 import torch
 
 from lld.engine.decoder import LENGTH_BUCKET, head_logits
-from lld.engine.spans import Spans, reads_exactly
+from lld.engine.spans import SingleSpans, reads_exactly
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96)  # and multiples of 64 from 128 on
 REPEATS = 16  # steps of a shape before it is captured: a capture costs about as much as a few steps
 
 
 def bucket(num_rows: int, num_slots: int) -> int:
-    """The number of rows a step of `num_rows` is filled up to."""
-    return min(next((rows for rows in ROWS if rows >= num_rows), -(-num_rows // 64) * 64), num_slots)
+    """The number of rows a step of `num_rows` is padded to."""
+    rounded = next((rows for rows in ROWS if rows >= num_rows), -(-num_rows // 64) * 64)
+    return min(rounded, num_slots)
 
 
 def capture_cuda(forward: Callable[[], torch.Tensor], pool) -> tuple[Callable[[], None], torch.Tensor]:
     """(replay, the tensor in which each replay leaves its result)."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(
-        graph, pool=pool, capture_error_mode="thread_local"
-    ):  # searches in other threads may use the GPU
+    # thread_local: searches in other threads may use the GPU meanwhile.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = forward()
     return graph.replay, result
 
 
 class DecodeGraphs:
-    """Steps of one engine. Holds the addresses of weights and cache: both must stay where they are; a cache
-    that grew is noticed.
+    """The captured steps of one engine.
+
+    They hold the addresses of weights and cache, which must stay the same; a cache that grew is noticed.
     """
 
     def __init__(self, lm, decoder, cache, capture: Callable = capture_cuda):
-        self.lm, self.decoder, self.cache, self.capture = lm, decoder, cache, capture
-        self.pool = torch.cuda.graph_pool_handle() if cache.state.is_cuda else None
+        self.lm = lm
+        self.decoder = decoder
+        self.cache = cache
+        self.capture = capture
+        self.pool = torch.cuda.graph_pool_handle() if cache.keys_values.is_cuda else None
         self._forget()
 
     def _forget(self) -> None:
-        self.state, self.steps, self.seen = self.cache.state, {}, {}
+        self.keys_values = self.cache.keys_values
+        self.steps: dict[tuple[int, int], tuple] = {}  # shape -> (replay, its inputs, its logits)
+        self.seen: dict[tuple[int, int], int] = {}  # shape -> how many times it was run
 
     def __call__(
         self, tokens_A: torch.Tensor, ends_A: torch.Tensor, longest: int, num_rows: int
     ) -> torch.Tensor:
-        """The logits (num_rows, V) after the first `num_rows` tokens; the others fill the step up to its
-        bucket.
+        """The logits (num_rows, V) after the first `num_rows` tokens; the others are padding.
 
-        `ends_A`: tokens in each row with the new one, `longest` of the first `num_rows` at most. The result
-        is valid until the next call.
+        ends_A: tokens in each row with the new one; `longest` is the largest of the first `num_rows`. The
+        result is valid until the next call.
         """
-        length = (
-            self.cache.room
-            if reads_exactly(ends_A, self.cache.state.dtype)
-            else -(-longest // LENGTH_BUCKET) * LENGTH_BUCKET
-        )
-        if self.cache.state is not self.state:
+        if reads_exactly(ends_A, self.cache.keys_values.dtype):
+            length = self.cache.room
+        else:
+            length = -(-longest // LENGTH_BUCKET) * LENGTH_BUCKET
+        if self.cache.keys_values is not self.keys_values:
             self._forget()
         shape = (len(ends_A), length)
         if shape in self.steps:
@@ -77,5 +80,5 @@ class DecodeGraphs:
         return logits_AV[:num_rows]
 
     def _forward(self, inputs_2A: torch.Tensor, length: int) -> torch.Tensor:
-        spans = Spans.one_each(inputs_2A[1], length, self.state.dtype)
+        spans = SingleSpans(inputs_2A[1], length, self.keys_values.dtype)
         return head_logits(self.decoder(inputs_2A[0], spans, self.cache), self.lm.get_output_embeddings())

@@ -1,10 +1,8 @@
-"""One token a row from logits: temperature, top-p, the draw and its log-probability in one pass over the
-vocabulary.
-"""
+"""One token a row from logits: temperature, top-p, the draw and its log-probability."""
 
 import torch
 
-TOP = 1024  # top-p sorts this many tokens of a row, and all of them where these do not hold the nucleus
+TOP = 1024  # top-p sorts so many tokens of a row, and all of them if these do not hold the nucleus
 BLOCK = 512  # tokens summed at once when a long row is searched
 BELOW = 1 - 2**-53  # a positive float64 times this is less than it was
 
@@ -12,12 +10,12 @@ BELOW = 1 - 2**-53  # a positive float64 times this is less than it was
 def sample_tokens(
     logits_SV: torch.Tensor, uniforms_S: torch.Tensor, temperature: float, top_p: float
 ) -> list[tuple[int, float]]:
-    """One token a row by inverse CDF, and its log-probability under the very distribution it was drawn from.
+    """One token a row by inverse CDF, and its log-probability under the distribution it was drawn from.
 
-    One uniform number a token, taken from the episode's own generator, makes a draw independent of how rows
-    are batched. temperature 0 takes the argmax and records its log-probability at temperature 1. top_p < 1
-    keeps the smallest set of likeliest tokens whose probability reaches top_p, and renormalises. Waits for
-    the device once, and a second time where a nucleus has more than TOP tokens. Shapes: (S, V), (S,).
+    logits_SV (S, V), uniforms_S (S,): one number per token from the episode's own generator, so that a draw
+    does not depend on how rows are batched. Temperature 0 takes the argmax and records its log-probability at
+    temperature 1. top_p < 1 keeps the smallest set of likeliest tokens whose probability reaches top_p, and
+    renormalises. Synchronises with the device once, and a second time if a nucleus has more than TOP tokens.
     """
     logits_SV = logits_SV.float()
     if temperature == 0:
@@ -29,10 +27,10 @@ def sample_tokens(
         return _to_host(*_invert_cdf(logits_SV, uniforms_S))
     for num_sorted in (TOP, logits_SV.shape[-1]):
         nucleus_SV, held_S1 = _nucleus(logits_SV, top_p, min(num_sorted, logits_SV.shape[-1]))
-        *drawn, held = zip(*_to_host(*_invert_cdf(nucleus_SV, uniforms_S), held_S1), strict=True)
-        if all(held):
+        drawn = _to_host(*_invert_cdf(nucleus_SV, uniforms_S), held_S1)
+        if all(held for _, _, held in drawn):
             break
-    return list(zip(*drawn, strict=True))
+    return [(token, logprob) for token, logprob, _ in drawn]
 
 
 def _to_host(token_S1: torch.Tensor, *columns_S1: torch.Tensor) -> list[tuple]:
@@ -41,31 +39,26 @@ def _to_host(token_S1: torch.Tensor, *columns_S1: torch.Tensor) -> list[tuple]:
 
 
 def _nucleus(logits_SV: torch.Tensor, top_p: float, num_sorted: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits of each row's nucleus, -inf elsewhere, and whether the `num_sorted` likeliest tokens hold it
-    (S, 1).
-    """
-    total_S1 = (
-        (logits_SV - logits_SV.amax(-1, keepdim=True)).exp_().sum(-1, keepdim=True, dtype=torch.float64)
-    )
+    """The logits of each row's nucleus, -inf elsewhere, and whether `num_sorted` tokens hold it (S, 1)."""
+    weights_SV = (logits_SV - logits_SV.amax(-1, keepdim=True)).exp_()
+    total_S1 = weights_SV.sum(-1, keepdim=True, dtype=torch.float64)
     best_SK, order_SK = logits_SV.topk(num_sorted)
     share_SK = (best_SK - best_SK[:, :1]).exp().double() / total_S1
     before_SK = share_SK.cumsum(-1) - share_SK
-    nucleus_SV = torch.full_like(logits_SV, -torch.inf).scatter_(
-        -1, order_SK, best_SK.masked_fill(before_SK >= top_p, -torch.inf)
-    )
+    kept_SK = best_SK.masked_fill(before_SK >= top_p, -torch.inf)
+    nucleus_SV = torch.full_like(logits_SV, -torch.inf).scatter_(-1, order_SK, kept_SK)
     return nucleus_SV, before_SK[:, -1:] >= top_p
 
 
 def _invert_cdf(logits_SV: torch.Tensor, uniforms_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first token of each row at which the running sum of probabilities exceeds its uniform number, and
-    its log-probability (S, 1).
+    """The first token of each row at which the running sum of probabilities exceeds its uniform number.
 
-    Sums are float64: in float32 that of a vocabulary of 150k drifts by more than the tail's probabilities.
-    Long rows are searched in two steps, first the block of BLOCK tokens and then the token in it, which needs
-    no running sum of all. Where rounding would carry the search past the last token with a probability, it
-    ends there.
+    Returns it and its log-probability (S, 1). Sums are float64: in float32 that of a vocabulary of 150k
+    drifts by more than the tail's probabilities. Rounding can carry a search past the last token with a
+    probability: it ends there.
     """
-    (S, V), filled = logits_SV.shape, -logits_SV.shape[1] % BLOCK if logits_SV.shape[1] > BLOCK else 0
+    S, V = logits_SV.shape
+    filled = -V % BLOCK if V > BLOCK else 0
     weights_SV = logits_SV.new_empty(S, V + filled)
     torch.sub(logits_SV, logits_SV.amax(-1, keepdim=True), out=weights_SV[:, :V])
     if filled:
@@ -73,20 +66,28 @@ def _invert_cdf(logits_SV: torch.Tensor, uniforms_S: torch.Tensor) -> tuple[torc
     weights_SV.exp_()
     uniforms_S1 = uniforms_S.double().clamp(max=BELOW)[:, None]
     if V > BLOCK:
-        blocks_SNB = weights_SV.view(S, -1, BLOCK)
-        cdf_SN = blocks_SNB.sum(-1, dtype=torch.float64).cumsum(-1)
-        total_S1 = cdf_SN[:, -1:]
-        target_S1 = uniforms_S1 * total_S1
-        block_S1 = torch.searchsorted(cdf_SN, target_S1, right=True).clamp_(max=cdf_SN.shape[1] - 1)
-        inside_SB = blocks_SNB.gather(1, block_S1[:, :, None].expand(-1, -1, BLOCK))[:, 0].cumsum(
-            -1, dtype=torch.float64
-        )
-        target_S1 = target_S1 - torch.nn.functional.pad(cdf_SN, (1, 0)).gather(1, block_S1)
-        target_S1 = torch.minimum(target_S1, inside_SB[:, -1:] * BELOW)
-        token_S1 = torch.add(torch.searchsorted(inside_SB, target_S1, right=True), block_S1, alpha=BLOCK)
+        token_S1, total_S1 = _search_blocks(weights_SV, uniforms_S1)
     else:
         cdf_SV = weights_SV.cumsum(-1, dtype=torch.float64)
         total_S1 = cdf_SV[:, -1:]
         token_S1 = torch.searchsorted(cdf_SV, uniforms_S1 * total_S1, right=True)
-    token_S1 = token_S1.clamp_(max=V - 1)  # past it only where a row is not a number
+    token_S1 = token_S1.clamp_(max=V - 1)  # larger only where a row is not a number
     return token_S1, (weights_SV.gather(1, token_S1) / total_S1).log()
+
+
+def _search_blocks(weights_SV: torch.Tensor, uniforms_S1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Finds the block of BLOCK tokens, then the token in it: no running sum of a whole row is needed.
+
+    Returns tokens and total weights (S, 1).
+    """
+    blocks_SNB = weights_SV.view(len(weights_SV), -1, BLOCK)
+    cdf_SN = blocks_SNB.sum(-1, dtype=torch.float64).cumsum(-1)
+    total_S1 = cdf_SN[:, -1:]
+    target_S1 = uniforms_S1 * total_S1
+    block_S1 = torch.searchsorted(cdf_SN, target_S1, right=True).clamp_(max=cdf_SN.shape[1] - 1)
+    chosen_SB = blocks_SNB.gather(1, block_S1[:, :, None].expand(-1, -1, BLOCK))[:, 0]
+    inside_SB = chosen_SB.cumsum(-1, dtype=torch.float64)
+    target_S1 = target_S1 - torch.nn.functional.pad(cdf_SN, (1, 0)).gather(1, block_S1)
+    target_S1 = torch.minimum(target_S1, inside_SB[:, -1:] * BELOW)
+    token_S1 = torch.add(torch.searchsorted(inside_SB, target_S1, right=True), block_S1, alpha=BLOCK)
+    return token_S1, total_S1

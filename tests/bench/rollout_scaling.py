@@ -40,7 +40,7 @@ def main() -> None:
         took = clock() - began
         print(
             f"| {slots} | {kept} | {took:.2f} | {kept / took:.0f} | "
-            f"{world.engine.cache.state.numel() * 4 / 1e6:.0f} |"
+            f"{world.engine.cache.keys_values.numel() * 4 / 1e6:.0f} |"
         )
 
     engine = Engine(

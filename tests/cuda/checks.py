@@ -247,7 +247,7 @@ def steps() -> dict:
             for name, top_p, cast in cases:
                 with torch.autocast("cuda", torch.bfloat16, enabled=cast):
                     engine = Engine(lm, tokenizer, top_p=top_p, **options)
-                    cache = engine.cache.state
+                    cache = engine.cache.keys_values
                     for key in range(4):
                         engine.add(key, [20 + key] * (10 + key), [key], 40)
                     SIM.reset()
@@ -257,7 +257,7 @@ def steps() -> dict:
                     SIM.reset()
                     for _ in range(12):
                         engine.step()
-                    stays = {"shapes": len(SIM.shapes), "cache stays": engine.cache.state is cache}
+                    stays = {"shapes": len(SIM.shapes), "cache stays": engine.cache.keys_values is cache}
                     found[f"{name} {layers}"] = seen() | stays
     with device():
         SIM.reset()
