@@ -184,6 +184,21 @@ def _question(row: dict, place: str, default_source: str) -> Question:
     return Question(f"{source}/{name}", text, golden_answers, source, titles)
 
 
+def _open_rows(where: str, splits: Sequence[str]) -> tuple[Iterator[tuple[str, dict]], str]:
+    """(place, row) of a file, a folder or a data set on the hub, and the source of rows that name none."""
+    path = Path(where).expanduser()
+    if path.is_dir():
+        path = _file_of_split(path, splits)
+    if path.is_file():
+        if path.suffix not in READERS:
+            raise ValueError(f"{path} is neither .parquet nor .jsonl: {REMEDY}")
+        source = path.resolve().parent.name if path.stem in SPLIT_NAMES else path.stem
+        return READERS[path.suffix](path), source
+    if path.suffix not in READERS and re.fullmatch(r"(\w[\w.-]*/){1,2}\w[\w.-]*", where):
+        return _hub_rows(where, splits), where.split("/")[-1]
+    raise ValueError(f"no file or folder {where}: {REMEDY}")
+
+
 def load_questions(
     where: str, *, split: str = "train", sources: Sequence[str] = (), source: str | None = None
 ) -> list[Question]:
@@ -200,20 +215,7 @@ def load_questions(
     which Search-R1 puts two questions into one GRPO group. Raises ValueError, with file and line, for
     anything that cannot be read or scored.
     """
-    path = Path(where).expanduser()
-    splits = ("test", "dev", "train") if split == "test" else (split,)
-    if path.is_dir():
-        path = _file_of_split(path, splits)
-    if path.is_file():
-        if path.suffix not in READERS:
-            raise ValueError(f"{path} is neither .parquet nor .jsonl: {REMEDY}")
-        rows = READERS[path.suffix](path)
-        default_source = path.resolve().parent.name if path.stem in SPLIT_NAMES else path.stem
-    elif path.suffix not in READERS and re.fullmatch(r"(\w[\w.-]*/){1,2}\w[\w.-]*", where):
-        rows, default_source = _hub_rows(where, splits), where.split("/")[-1]
-    else:
-        raise ValueError(f"no file or folder {where}: {REMEDY}")
-
+    rows, default_source = _open_rows(where, ("test", "dev", "train") if split == "test" else (split,))
     questions, places = [], {}
     for place, row in rows:
         question = _question(row, place, source or default_source)
