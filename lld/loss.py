@@ -5,9 +5,14 @@ whole optimizer step. "Paper" is arXiv 2512.04220v2, "official code"
 vengdeng/LLDS-On-Group-Relative-Policy-Optimization-Collapse-in-Search-R1.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 
-from lld.config import Loss
+if TYPE_CHECKING:
+    from lld.config import Loss
 
 # exp stays finite in float32 (e^20 = 4.9e8): an infinite ratio times a zero advantage is NaN, and one NaN
 # ends the run. A ratio this large has no usable gradient anyway.

@@ -4,16 +4,22 @@ Up to `max_turns` turns that may use a tool, then one last turn that cannot (Sea
 turn that neither calls a tool nor answers costs a turn and gets the protocol's corrective message.
 """
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
-from lld import config, protocol
+from lld import protocol
 from lld.engine.engine import Engine, Stopped
 from lld.episode import Episode, Question, Turn
 from lld.tools import TOOLS, RetrieverError, Search
+
+if TYPE_CHECKING:
+    from lld import config
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,7 @@ class Budgets:
     max_episode_tokens: int  # prompt, actions and observations together
 
     @classmethod
-    def of(cls, options: config.Rollout, max_turns: int | None = None) -> "Budgets":
+    def of(cls, options: config.Rollout, max_turns: int | None = None) -> Budgets:
         """The budgets of training; `max_turns` replaces its number of turns (evaluation has its own)."""
         return cls(
             max_turns=options.max_turns if max_turns is None else max_turns,

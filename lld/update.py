@@ -5,17 +5,22 @@ communication and count all micro-batches and processes of an optimizer step: ne
 the number of processes changes a gradient.
 """
 
+from __future__ import annotations
+
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate.utils import gather_object
 from torch.distributed.fsdp import FSDPModule
 
 from lld import loss
-from lld.config import Config, Loss, Optim
 from lld.episode import ANSWER, Batch
+
+if TYPE_CHECKING:
+    from lld.config import Config, Loss, Optim
 
 
 def learning_rate(step: int, optim: Optim) -> float:
