@@ -203,6 +203,29 @@ def test_resuming_nothing_is_refused(folder, capsys):
     )
 
 
+def test_a_mistaken_option_is_named_before_anything_slow_is_imported():
+    code = (
+        "import sys, train\n"
+        f"code = train.main(['--config', {str(ROOT / 'configs' / 'tiny.yaml')!r}, 'optim.lrr=1'])\n"
+        "slow = {'torch', 'transformers', 'accelerate', 'faiss', 'bm25s', 'matplotlib'}\n"
+        "print(code, sorted(slow & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "2 []\n", done.stdout + done.stderr
+    assert done.stderr == "train.py: unknown option optim.lrr: did you mean 'lr'?\n"
+
+
+def test_a_run_without_an_index_loads_no_library_of_one():
+    """Nor one that draws: the modules that a run imports, without what it opens."""
+    code = (
+        "import sys\n"
+        "from lld.running import ending, setup\n"
+        "print(sorted({'faiss', 'bm25s', 'matplotlib'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[]\n", done.stdout + done.stderr
+
+
 def test_dashes_and_a_full_disk_in_the_warm_start_end_with_one_line(folder, capsys):
     with pytest.raises(SystemExit) as ended:
         train.main(["--config", str(folder / "whole.yaml"), "--run.steps", "3"])
