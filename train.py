@@ -35,26 +35,15 @@ def train(run: "Run") -> None:
     import torch
 
     from lld.advantages import group_advantages
-    from lld.data import questions_of_step
     from lld.episode import collate
-    from lld.record.metrics import Clock
     from lld.reward import score_episodes
-    from lld.running import ending, evaluating, playing, recording, saving, sharding
+    from lld.running import ending, evaluating, playing, recording, saving
     from lld.update import update_policy
 
     cfg, models = run.cfg, run.models
     row = evaluating.first_evaluation(run)
     for step in run.steps():
-        clock = Clock()
-        saving.enter_rollout(run, step)
-        with sharding.optimizer_on_cpu(run.optimizer, cfg.optim.cpu_in_rollout):
-            if run.box is None:
-                questions = questions_of_step(run.questions, step, cfg.rollout.num_questions, cfg.run.seed)
-                episodes, dropped = playing.play(run, questions, step)
-            else:
-                episodes, dropped = playing.replay(run, step)
-        clock.lap("rollout")
-        saving.enter_update(run)
+        episodes, dropped = playing.play(run, step)
 
         rewards = score_episodes(episodes, run.tokenizer, cfg.reward)
         rewards_PG = torch.tensor(rewards).view(-1, cfg.rollout.group_size)
@@ -73,21 +62,14 @@ def train(run: "Run") -> None:
             beta=row["lld_beta"],
             anchor=models.anchor if len(run.snapshots) > 1 else None,  # no older policy at the first step
         )
-        clock.lap("update")
 
-        learned, update_rows = recording.describe_learning(
-            run, step, episodes, batch, scores, update_rows, clock
-        )
-        recording.write_trajectories(run, step, episodes, batch, scores, rewards)
-        clock.lap("monitor")
+        learned = recording.describe_learning(run, step, episodes, batch, scores, update_rows)
         row |= learned | dropped
+        recording.write_trajectories(run, step, episodes, batch, scores, rewards)
         saving.check_weights(run, row, batch)
         row, unplayed = evaluating.evaluate_if_due(run, row)
-        clock.lap("eval")
-        began = recording.log_step(run, row, update_rows, episodes, batch, clock)
-        if unplayed:
-            raise unplayed
-        ending.stop_if_asked(run, began)
+        began = recording.log_step(run, row, update_rows, episodes, batch)
+        ending.stop_if_asked(run, began, unplayed)
         saving.save_if_due(run)
         row = {}
 

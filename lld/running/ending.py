@@ -17,9 +17,14 @@ class PhaseBegun(Exception):
     """monitor.stop_in_phase asks for an end now."""
 
 
-def stop_if_asked(run: Run, began: int) -> None:
-    """Raises Interrupted where any process has received a signal, and PhaseBegun where the phase that has just
-    begun (0: none) is one to stop in; every process must call."""
+def stop_if_asked(run: Run, began: int, unplayed: Unplayed | None) -> None:
+    """Raises what ends a run after a finished step; every process must call.
+
+    `unplayed`, why its evaluation failed, if it did; Interrupted where any process has received a signal;
+    PhaseBegun where the phase that has just begun (0: none) is one to stop in.
+    """
+    if unplayed is not None:
+        raise unplayed
     if run.guard.agreed(run.accelerator):
         raise survive.Interrupted("after a finished step")
     last = run.cfg.monitor.stop_in_phase
@@ -85,7 +90,8 @@ def exit_code(error: BaseException, guard: survive.Guard, box: Path | None) -> i
     if isinstance(error, KeyboardInterrupt):
         name = signal.Signals(guard.signal or signal.SIGINT).name
         tell(
-            f"{name} received while the run was prepared: nothing was trained, and the same command starts again."
+            f"{name} received while the run was prepared: nothing was trained, and the same command "
+            "starts again."
         )
         return survive.SIGNAL
     if isinstance(error, ValueError):  # the user's

@@ -1,13 +1,14 @@
-"""The rollout of a step, played by all processes of a run."""
+"""The rollout of a step, played by all processes of a run, or read from a crash box."""
 
 from accelerate.utils import gather_object
 from tqdm import tqdm
 
 from lld.config import Eval, Rollout
+from lld.data import questions_of_step
 from lld.engine.engine import Engine
 from lld.episode import Episode, Question
 from lld.rollout import Budgets, open_engine, rollout
-from lld.running import crashbox, sharding
+from lld.running import crashbox, saving, sharding
 from lld.running.run import Run
 from lld.tools import Unplayed
 
@@ -28,14 +29,31 @@ def new_engine(run: Run, sampling: Rollout | Eval) -> Engine:
     return open_engine(lm, run.tokenizer, run.cfg.rollout, sampling)
 
 
-def play(run: Run, questions: list[Question], step: int) -> tuple[list[Episode], dict[str, float]]:
+def play(run: Run, step: int) -> tuple[list[Episode], dict[str, float]]:
     """The episodes of a step, question by question, the same on every process; and the share of groups that
     were dropped because a search found nothing.
 
-    Each process plays whole groups, of every num_processes-th question. Groups in which a search failed are
-    left out, and so are those in which one found nothing, unless `retriever.empty_results` is "show". Raises
-    Unplayed, on all processes, where more groups failed than `rollout.max_failed_groups` allows, or more
-    found nothing than MAX_EMPTY_GROUPS.
+    A replay of a crash box reads both from the box. Raises Unplayed, on all processes.
+    """
+    cfg = run.cfg
+    saving.enter_rollout(run, step)
+    with sharding.optimizer_on_cpu(run.optimizer, cfg.optim.cpu_in_rollout):
+        if run.box is None:
+            questions = questions_of_step(run.questions, step, cfg.rollout.num_questions, cfg.run.seed)
+            played = play_questions(run, questions, step)
+        else:
+            played = replay(run, step)
+    run.clock.lap("rollout")
+    saving.enter_update(run)
+    return played
+
+
+def play_questions(run: Run, questions: list[Question], step: int) -> tuple[list[Episode], dict[str, float]]:
+    """Plays the questions of a step on all processes, each whole groups, of every num_processes-th question.
+
+    Groups in which a search failed are left out, and so are those in which one found nothing, unless
+    `retriever.empty_results` is "show". Raises Unplayed, on all processes, where more groups failed than
+    `rollout.max_failed_groups` allows, or more found nothing than MAX_EMPTY_GROUPS.
     """
     played, failure = play_own_groups(run, questions, step)
     failures = [text for text in gather_object([failure]) if text]

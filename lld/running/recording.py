@@ -53,14 +53,14 @@ def describe_learning(
     batch: Batch,
     scores: Scores,
     update_rows: list[dict],
-    clock: metrics.Clock,
-) -> tuple[dict, list[dict]]:
-    """What the updates did: metrics of the step, and a row for each update.
+) -> dict:
+    """What the updates did, as metrics of the step; the rows of the updates get theirs as well.
 
     Where it is due, the rollout is scored once more (`scores.final_BT`), and so is the sentinel.
     """
     cfg, policy, recorder = run.cfg, run.models.policy, run.recorder
     row = {}
+    run.clock.lap("update")
     if due(step, cfg.monitor.rescore_every):
         scores.final_BT = score_batch(run.accelerator, policy, batch, cfg, cfg.optim.updates_per_rollout)
     if recorder.sentinel is None and cfg.monitor.sentinel_every:
@@ -68,13 +68,12 @@ def describe_learning(
         recorder.sentinel = sentinel.choose_sentinel(batch, scores.old_BT, episodes, size)
     if recorder.sentinel is not None and due(step, cfg.monitor.sentinel_every):
         row |= sentinel.describe_sentinel(run.accelerator, policy, recorder.sentinel, cfg)
-    clock.lap("rescore")
+    run.clock.lap("rescore")
     row |= metrics.summarize_updates(update_rows) | monitor.describe(batch, scores, episodes, cfg)
-    update_rows = [
-        {"step": step, "update": number} | update_row | monitor.describe_update(batch, scores, number, cfg)
-        for number, update_row in enumerate(update_rows)
-    ]
-    return row, update_rows
+    for number, update_row in enumerate(update_rows):
+        described = monitor.describe_update(batch, scores, number, cfg)
+        update_rows[number] = {"step": step, "update": number} | update_row | described
+    return row
 
 
 def write_trajectories(
@@ -82,13 +81,15 @@ def write_trajectories(
 ) -> None:
     """Where it is due, the first questions' episodes with every token's numbers."""
     options = run.cfg.monitor
-    if not due(step, options.trajectories_every) or not run.accelerator.is_main_process:
-        return
-    size = options.trajectories_questions * run.cfg.rollout.group_size
-    rows = list(range(min(len(episodes), size)))
-    tolerance = run.cfg.loss.lld_tolerance
-    records = trajectories.describe(run.tokenizer, step, episodes, batch, scores, rewards, rows, tolerance)
-    trajectories.write(run.dir / "trajectories" / f"step_{step:06d}.jsonl", records)
+    if due(step, options.trajectories_every) and run.accelerator.is_main_process:
+        size = options.trajectories_questions * run.cfg.rollout.group_size
+        rows = list(range(min(len(episodes), size)))
+        tolerance = run.cfg.loss.lld_tolerance
+        records = trajectories.describe(
+            run.tokenizer, step, episodes, batch, scores, rewards, rows, tolerance
+        )
+        trajectories.write(run.dir / "trajectories" / f"step_{step:06d}.jsonl", records)
+    run.clock.lap("monitor")
 
 
 def warn(run: Run, row: dict) -> int:
@@ -110,29 +111,26 @@ def warn(run: Run, row: dict) -> int:
     return began
 
 
-def log_step(
-    run: Run, row: dict, update_rows: list[dict], episodes: list[Episode], batch: Batch, clock: metrics.Clock
-) -> int:
+def log_step(run: Run, row: dict, update_rows: list[dict], episodes: list[Episode], batch: Batch) -> int:
     """Logs a finished step, warns where there is reason to, and writes the crash box when a phase of the
     collapse begins; returns that phase, else 0."""
+    run.clock.lap("eval")
     run.guard.phase("logs")
     began = warn(run, row)
     run.progress.num_steps = row["step"] + 1
     if run.accelerator.is_main_process:
-        write_rows(run, row, update_rows, episodes, batch, clock)
+        write_rows(run, row, update_rows, episodes, batch)
         if began:
             write_crash_box(run)
     return began
 
 
-def write_rows(
-    run: Run, row: dict, update_rows: list[dict], episodes: list[Episode], batch: Batch, clock: metrics.Clock
-) -> None:
+def write_rows(run: Run, row: dict, update_rows: list[dict], episodes: list[Episode], batch: Batch) -> None:
     """Appends a finished step to the logs, and tells trackers, heartbeat and progress bar."""
     step, accelerator = row["step"], run.accelerator
     run.guard.lock.check()
     num_tokens = int(batch.lengths_B.sum())
-    timings = clock.row(run.search.reset(), episodes, accelerator.num_processes, num_tokens)
+    timings = run.clock.row(run.search.reset(), episodes, accelerator.num_processes, num_tokens)
     metrics.append_rows(run.dir / "updates.jsonl", update_rows)
     metrics.append_rows(run.dir / "metrics.jsonl", [row])
     metrics.append_rows(run.dir / "timings.jsonl", [{"step": step} | timings])

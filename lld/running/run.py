@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from lld.config import Config
 from lld.episode import Batch, Question
 from lld.policy import Policy
-from lld.record.metrics import Timed
+from lld.record.metrics import Clock, Timed
 from lld.record.phases import Detector
 from lld.running.crashbox import Recent
 from lld.running.survive import Guard
@@ -82,7 +82,8 @@ class Run:
     recorder: Recorder
     progress: Progress
     box: Path | None = None  # the crash box whose episodes are trained on; nothing is played then
-    bar: tqdm | None = None
+    bar: tqdm | None = None  # over the steps
+    clock: Clock | None = None  # of the step that is being made
 
     @property
     def dir(self) -> Path:
@@ -94,4 +95,6 @@ class Run:
         # On a terminal only (`disable=None`): in a log file each redrawing would be a line
         hidden = None if self.accelerator.is_main_process else True
         self.bar = tqdm(range(first, last), desc="training", initial=first, total=last, disable=hidden)
-        return iter(self.bar)
+        for step in self.bar:
+            self.clock = Clock()
+            yield step

@@ -219,7 +219,7 @@ def load_models(
 
 
 def restore(run: Run, folder: Path, resume: bool) -> None:
-    """Brings optimizer, random numbers, snapshots and progress to where the checkpoint in `folder` is."""
+    """Loads optimizer, random numbers, snapshots and progress from the checkpoint in `folder`."""
     state = checkpoint.load_trainer_state(folder, expected_shapes(run.cfg.model))
     sharding.load_optimizer(run.optimizer, [part["optimizer"] for part in state["parts"]])
     torch.set_rng_state(state["rng"])
