@@ -43,15 +43,14 @@ def displacement(
     *,
     half: bool = False,
 ) -> dict[str, float]:
-    """Mean displacement of some rows: per token (also by part and turn, and its quantiles), per action, per
-    response, and shares below 0.
+    """Mean displacement of some rows per token, per action and per response, and shares below 0.
 
-    A per-action or per-response value is a sum over tokens, as in Def. 4.1 and Eq. 2; displaced is what fell
-    by more than NOISE a token, which is more where `half`, in bf16. Rows with a value that is not finite are
-    left out.
+    Per token also by part and turn, with quantiles. A per-action or per-response value is a sum over tokens,
+    as in Def. 4.1 and Eq. 2; displaced is what fell by more than NOISE a token, which is larger with `half`,
+    in bf16. Rows with a value that is not finite are left out.
     """
     rows_R = torch.tensor(rows)
-    action_ids_RT, part_ids_RT = batch.action_ids_BT[rows_R], batch.part_ids_BT[rows_R]
+    action_ids_RT = batch.action_ids_BT[rows_R]
     delta_RT = torch.where(action_ids_RT > 0, new_BT[rows_R] - old_BT[rows_R], 0.0)
     advantages_R = batch.advantages_B[rows_R]
     fine_R = delta_RT.isfinite().all(1) & advantages_R.isfinite()
@@ -59,49 +58,47 @@ def displacement(
     row_N, column_N = ((action_ids_RT > 0) & fine_R[:, None]).nonzero(as_tuple=True)
     if not len(row_N):
         return {}
-    delta_N, action_N, part_N, class_N = (
-        delta_RT[row_N, column_N],
-        action_ids_RT[row_N, column_N],
-        part_ids_RT[row_N, column_N],
-        class_R[row_N],
-    )
+    delta_N = delta_RT[row_N, column_N]
+    action_N = action_ids_RT[row_N, column_N]
+    part_N = batch.part_ids_BT[rows_R][row_N, column_N]
+    class_N = class_R[row_N]
     turns = int(action_N.max())
     cells = [f"{group}/{part}/turn{turn + 1}" for group in CLASSES for part in PARTS for turn in range(turns)]
-    table = _means(
-        f"{prefix}displacement/", cells, delta_N, (class_N * len(PARTS) + part_N - 1) * turns + action_N - 1
-    )
+    cell_N = (class_N * len(PARTS) + part_N - 1) * turns + action_N - 1
+    table = _means(f"{prefix}displacement/", cells, delta_N, cell_N)
 
     action_of_N = row_N * (turns + 1) + action_N
     sums_A = torch.zeros(len(rows) * (turns + 1)).index_add_(0, action_of_N, delta_N)
-    present_A = torch.bincount(action_of_N, minlength=len(sums_A)) > 0
+    counts_A = torch.bincount(action_of_N, minlength=len(sums_A))
+    present_A = counts_A > 0
     class_A = class_R.repeat_interleave(turns + 1)[present_A]
     sums_R = delta_RT.sum(1)[fine_R]
-    tokens_A, tokens_R = (
-        torch.bincount(action_of_N, minlength=len(sums_A))[present_A],
-        (action_ids_RT > 0).sum(1)[fine_R],
-    )
-    for level, values, groups, tokens in (
-        ("", delta_N, class_N, 1),
-        ("action", sums_A[present_A], class_A, tokens_A),
-        ("response", sums_R, class_R[fine_R], tokens_R),
-    ):
-        table |= _means(
-            f"{prefix}displacement/",
-            [f"{name}/per_{level}" if level else name for name in CLASSES],
-            values,
-            groups,
-        )
-        displaced = (values < -NOISE[half] * tokens).float()
-        table |= _means(
-            f"{prefix}displaced/", [f"{name}/{level or 'token'}s" for name in CLASSES], displaced, groups
-        )
+    counts_R = (action_ids_RT > 0).sum(1)[fine_R]
+    noise = NOISE[half]
+    table |= _level(prefix, "token", delta_N, class_N, -noise)
+    table |= _level(prefix, "action", sums_A[present_A], class_A, -noise * counts_A[present_A])
+    table |= _level(prefix, "response", sums_R, class_R[fine_R], -noise * counts_R)
+    return table | _quantiles(f"{prefix}displacement/", delta_N, class_N)
+
+
+def _level(prefix: str, level: str, values_N, class_N, threshold) -> dict[str, float]:
+    """Mean displacement by class, and the share of values below `threshold`."""
+    names = list(CLASSES) if level == "token" else [f"{name}/per_{level}" for name in CLASSES]
+    displaced_N = (values_N < threshold).float()
+    shares = _means(f"{prefix}displaced/", [f"{name}/{level}s" for name in CLASSES], displaced_N, class_N)
+    return _means(f"{prefix}displacement/", names, values_N, class_N) | shares
+
+
+def _quantiles(prefix: str, delta_N: torch.Tensor, class_N: torch.Tensor) -> dict[str, float]:
+    table = {}
     for index, name in enumerate(CLASSES):
-        # Not torch.quantile, which refuses more than 16 million values
-        chosen_n = delta_N[class_N == index].sort().values
-        for q in QUANTILES if len(chosen_n) else ():
-            table[f"{prefix}displacement/{name}/q{round(100 * q):02d}"] = float(
-                chosen_n[round(q * (len(chosen_n) - 1))]
-            )
+        # Not torch.quantile, which refuses more than 16 million values.
+        ordered_n = delta_N[class_N == index].sort().values
+        if not len(ordered_n):
+            continue
+        for q in QUANTILES:
+            value = float(ordered_n[round(q * (len(ordered_n) - 1))])
+            table[f"{prefix}{name}/q{round(100 * q):02d}"] = value
     return table
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from lld.episode import Batch, Episode, Question, Turn
+from lld.files import write_jsonl
 from lld.loss import GATES, lld_gate
 from lld.protocol import Passage
 from lld.reward import exact_match
@@ -95,9 +96,11 @@ def describe(
     rows: list[int],
     lld_tolerance: float = 0.0,
 ) -> list[dict]:
-    """One record for each of `rows`: the episode, its tokens as text, and each token's author, part,
-    log-probabilities (None where the model did not write it) and gates. The gates are those of LLDS's anchor
-    -> new, whatever the advantage."""
+    """One record for each of `rows`: the episode, its tokens as text, and what is known of each token.
+
+    That is its author, its part, its log-probabilities (None where the model did not write it) and its gates,
+    which are those of LLDS's anchor -> new, whatever the advantage.
+    """
     fall_RT = scores.anchor_BT[rows] - scores.new_BT[rows] - lld_tolerance
     gates = {gate: lld_gate(fall_RT, batch.action_ids_BT[rows], gate).int().tolist() for gate in GATES}
     tables = {
@@ -113,42 +116,38 @@ def describe(
     records = []
     for place, row in enumerate(rows):
         episode = episodes[row]
-        start, end = len(episode.prompt_ids), len(episode.prompt_ids) + len(episode.token_ids)
-        logprobs = {
-            name: [
-                round(value, 6) if action else None
-                for value, action in zip(table_BT[row, start:end].tolist(), episode.action_ids, strict=True)
-            ]
-            if table_BT is not None
-            else None
-            for name, table_BT in tables.items()
-        }
+        right = episode.answer is not None and exact_match(episode.answer, episode.question.golden_answers)
+        start = len(episode.prompt_ids)
+        end = start + len(episode.token_ids)
         about = dataclasses.asdict(episode)
-        records.append(
-            {
-                "step": step,
-                "prompt": decode(episode.prompt_ids),
-                "reward": rewards[row],
-                "em": 0.0
-                if episode.answer is None
-                else exact_match(episode.answer, episode.question.golden_answers),
-            }
-            | {
-                "advantage": float(batch.advantages_B[row]),
-                "answer": episode.answer,
-                "tokens": pieces(decode, episode.token_ids),
-            }
-            | {name: about[name] for name in ("question", "sample", "stop_reason", "turns", "action_ids")}
-            | {"part_ids": batch.part_ids_BT[row, start:end].tolist()}
-            | logprobs
-            | {"gates": {gate: values[place][start:end] for gate, values in gates.items()}}
-        )
+        record = {
+            "step": step,
+            "prompt": decode(episode.prompt_ids),
+            "reward": rewards[row],
+            "em": float(right),
+            "advantage": float(batch.advantages_B[row]),
+            "answer": episode.answer,
+            "tokens": pieces(decode, episode.token_ids),
+        }
+        for name in ("question", "sample", "stop_reason", "turns", "action_ids"):
+            record[name] = about[name]
+        record["part_ids"] = batch.part_ids_BT[row, start:end].tolist()
+        for name, table_BT in tables.items():
+            record[name] = None if table_BT is None else _written(table_BT[row, start:end], episode)
+        record["gates"] = {gate: values[place][start:end] for gate, values in gates.items()}
+        records.append(record)
     return records
+
+
+def _written(values_T, episode: Episode) -> list[float | None]:
+    """The values of tokens that the model wrote, rounded; None for the others."""
+    pairs = zip(values_T.tolist(), episode.action_ids, strict=True)
+    return [round(value, 6) if action else None for value, action in pairs]
 
 
 def write(path: Path, records: list[dict]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_jsonl(path, records)
 
 
 def pieces(decode, token_ids: list[int]) -> list[str]:
