@@ -65,63 +65,44 @@ def attend(
     """
     if spans is not None:
         return spans.attend(query_BHND[0].transpose(0, 1), key_BHND, value_BHND, scaling)[None], None
-    if row_lengths is None and query_BHND.is_cuda:
-        return sdpa_attention_forward(
-            module,
-            query_BHND,
-            key_BHND,
-            value_BHND,
-            attention_mask,
-            scaling=scaling,
-            dropout=dropout,
-            **kwargs,
-        )
-    if row_lengths is None:  # transformers repeats keys and values here: 4 times a decode step's attention
-        causal = attention_mask is None and query_BHND.shape[2] > 1
-        out_BHND = scaled_dot_product_attention(
-            query_BHND,
-            key_BHND,
-            value_BHND,
-            attn_mask=attention_mask,
-            is_causal=causal,
-            scale=scaling,
-            dropout_p=dropout,
-            enable_gqa=True,
-        )
-        return out_BHND.transpose(1, 2).contiguous(), None
-    assert query_BHND.shape[0] == 1 and sum(row_lengths.lengths) == query_BHND.shape[2]
-    dtype = value_BHND.dtype
-    query_BHND, key_BHND = (
-        query_BHND.to(dtype),
-        key_BHND.to(dtype),
-    )  # rotary angles made them float32 under autocast
-    if varlen_attn is not None and query_BHND.is_cuda and dtype in HALF and not dropout:
-        longest = max(row_lengths.lengths)
-        query_NHD, key_NHD, value_NHD = (
-            x[0].transpose(0, 1).contiguous() for x in (query_BHND, key_BHND, value_BHND)
-        )
-        out_NHD = varlen_attn(
-            query_NHD,
-            key_NHD,
-            value_NHD,
-            row_lengths.offsets,
-            row_lengths.offsets,
-            longest,
-            longest,
-            scale=scaling,
-            window_size=(-1, 0),
-            enable_gqa=True,
-        )
-        return out_NHD[None], None
-    if query_BHND.is_cuda:  # no fused kernel takes float32 and grouped heads
-        group = query_BHND.shape[1] // key_BHND.shape[1]
-        key_BHND, value_BHND = (x.repeat_interleave(group, 1) for x in (key_BHND, value_BHND))
-    rows = zip(
-        *(x.split(row_lengths.lengths, dim=2) for x in (query_BHND, key_BHND, value_BHND)), strict=True
+    if row_lengths is not None:
+        return _attend_packed(query_BHND, key_BHND, value_BHND, row_lengths, scaling, dropout), None
+    if query_BHND.is_cuda:
+        options = {"scaling": scaling, "dropout": dropout, **kwargs}
+        return sdpa_attention_forward(module, query_BHND, key_BHND, value_BHND, attention_mask, **options)
+    # On a CPU transformers would repeat keys and values: 4 times the cost of a decode step's attention.
+    out_BHND = scaled_dot_product_attention(
+        query_BHND,
+        key_BHND,
+        value_BHND,
+        attn_mask=attention_mask,
+        is_causal=attention_mask is None and query_BHND.shape[2] > 1,
+        scale=scaling,
+        dropout_p=dropout,
+        enable_gqa=True,
     )
-    options = {"is_causal": True, "scale": scaling, "dropout_p": dropout, "enable_gqa": True}
+    return out_BHND.transpose(1, 2).contiguous(), None
+
+
+def _attend_packed(query_1HND, key_1HND, value_1HND, row_lengths: RowLengths, scale, dropout) -> torch.Tensor:
+    """(1, N, H, D): causal attention within each row of one packed sequence."""
+    assert query_1HND.shape[0] == 1 and sum(row_lengths.lengths) == query_1HND.shape[2]
+    dtype = value_1HND.dtype
+    # Under autocast the rotary angles made them float32.
+    query_1HND, key_1HND = query_1HND.to(dtype), key_1HND.to(dtype)
+    tensors = (query_1HND, key_1HND, value_1HND)
+    if varlen_attn is not None and query_1HND.is_cuda and dtype in HALF and not dropout:
+        packed = [x[0].transpose(0, 1).contiguous() for x in tensors]
+        offsets, longest = row_lengths.offsets, max(row_lengths.lengths)
+        options = {"scale": scale, "window_size": (-1, 0), "enable_gqa": True}
+        return varlen_attn(*packed, offsets, offsets, longest, longest, **options)[None]
+    if query_1HND.is_cuda:  # no fused kernel takes float32 and grouped heads
+        group = query_1HND.shape[1] // key_1HND.shape[1]
+        tensors = (query_1HND, key_1HND.repeat_interleave(group, 1), value_1HND.repeat_interleave(group, 1))
+    rows = zip(*(x.split(row_lengths.lengths, dim=2) for x in tensors), strict=True)
+    options = {"is_causal": True, "scale": scale, "dropout_p": dropout, "enable_gqa": True}
     out = [scaled_dot_product_attention(*row, **options) for row in rows]
-    return torch.cat(out, dim=2).transpose(1, 2), None
+    return torch.cat(out, dim=2).transpose(1, 2)
 
 
 AttentionInterface.register(NAME, attend)
