@@ -1,6 +1,6 @@
 """docs/forking.md: each diff applies to a copy of the repository, opens as few files as promised, and works.
 
-Run as a script (`test_forking.py COPIES WORLD CONFIG NAME…`), this file is the one process that imports torch:
+Run as a script (`test_forking.py COPIES WORLD CONFIG NAME…`), this file is the one that imports torch:
 each fork's check runs in a forked child of it, in that fork's own copy, so that `import lld` there is the
 changed code.
 """

@@ -82,3 +82,23 @@ def test_the_method_is_what_lies_at_the_top():
     assert {path.stem for path in (ROOT / "lld").glob("*.py")} - {"__init__"} == METHOD
     for path in (ROOT / "lld").rglob("__init__.py"):
         assert path.parent == ROOT / "lld" or not path.read_text(), f"{path} is not empty"
+
+
+def test_train_is_a_page_or_two():
+    assert len((ROOT / "train.py").read_text().splitlines()) <= 200
+
+
+def test_functions_are_short():
+    lengths = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lengths[f"{path.relative_to(ROOT)} {node.name}"] = node.end_lineno - node.lineno + 1
+    long = {name: length for name, length in lengths.items() if length > 45}
+    assert len(long) <= 10, long
+
+
+def test_lines_end_at_110_columns():
+    for path in [*FILES, *(ROOT / "tests").rglob("*.py")]:
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            assert len(line) <= 110, f"{path}:{number}"
