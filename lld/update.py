@@ -260,7 +260,7 @@ def score_past(accelerator, policy, reference, anchor, batch: Batch, plan, cfg: 
 def optimizer_step(
     accelerator, policy, optimizer, batch: Batch, shares, update: int, tables: Tables, beta, cfg: Config
 ) -> dict[str, float]:
-    """One update on the rows `shares` (one list a process), micro-batch by micro-batch; returns its metrics."""
+    """One update on the rows `shares` (one list a process), by micro-batches; returns its metrics."""
     counts = minibatch_counts(batch, rows_of_update(shares), cfg.loss.lld_preserve)
     runs_of = [micro_batches(share, batch, cfg.optim) for share in shares]
     own, most = runs_of[accelerator.process_index], max(map(len, runs_of))

@@ -130,7 +130,9 @@ def check_reward(world: Path, config: str) -> None:
     from lld.config import Reward
     from lld.reward import score_text
 
-    score = lambda answer: score_text([""], [""], answer, ["Ada Byron"], Reward(kind="brief"))
+    def score(answer):
+        return score_text([""], [""], answer, ["Ada Byron"], Reward(kind="brief"))
+
     assert score("It was Ada Byron") == 1.0
     assert score("One of Ada Byron, Jane Austen, Emily Brontë") == 0.0
     assert score(None) == 0.0
