@@ -45,7 +45,6 @@ from lld import config, settings
 from lld.engine import graphs
 from lld.engine import spans as spans_module
 from lld.engine.engine import Engine
-from lld.model import attention
 from lld.model.load import engine_model
 
 SLOTS, LAYERS = 6, 2
@@ -290,7 +289,7 @@ def mutations() -> dict:
         lm = lm.to("cuda")
         for name, module, attribute, mistake in (
             ("engine", Engine, "_to_device", lambda _self, numbers: torch.tensor(numbers)),
-            ("attention", attention, "torch", HostTensors()),
+            ("attention", spans_module, "torch", HostTensors()),
             ("asking", lld.engine.engine, "sample_tokens", asking),
         ):
             right = getattr(module, attribute)
