@@ -1,12 +1,12 @@
-"""Save, find, resume: atomic and exact.
+"""Save, find and resume checkpoints: atomic, and exact on resume.
 
 A checkpoint is a Hugging Face folder that `from_pretrained` opens, plus `trainer_state.pt` with what an exact
-restart needs: optimizer moments, the step (from which learning rate, data position and every episode's seed
-follow), torch's RNG and the snapshots LLDS may compare with. Of a sharded run each process writes its share
-of moments and snapshots to a file of its own, `shard_RANK-of-NUMBER.pt` (torch.distributed.checkpoint would
-read its index with pickle). `manifest.json`, written last, names every file with its size and checksum.
-Nothing in it can run code when it is opened: safetensors, JSON, and tensors, numbers and strings read with
-weights_only.
+restart needs: optimizer moments, the step (which determines learning rate, data position and the seed of
+every episode), torch's RNG state, and the snapshots that LLDS may compare with. In a sharded run each process
+writes its shard of moments and snapshots to its own file, `shard_RANK-of-NUMBER.pt`
+(torch.distributed.checkpoint would read its index with pickle). `manifest.json` is written last and lists
+every file with size and checksum. Opening a checkpoint cannot run code: it holds safetensors, JSON, and
+tensors, numbers and strings that are read with weights_only.
 """
 
 import json
@@ -26,7 +26,7 @@ from lld import files as files_module
 from lld.files import WriteError, fingerprint
 from lld.record import metrics, runs
 
-# Suffixes of what a loader may open
+# Suffixes of files that a loader may open.
 READ = (".safetensors", ".bin", ".pt", ".json", ".jinja", ".txt", ".model")
 
 
@@ -45,12 +45,12 @@ def save(
     weights: dict | None = None,
     shard: dict | None = None,
 ) -> Path:
-    """Writes the checkpoint after `num_steps` steps aside and renames it when it is whole.
+    """Writes the checkpoint after `num_steps` steps to a temporary folder, and renames it when complete.
 
-    `trainer_state` holds tensors, numbers, strings, lists and dicts only: it is read back with weights_only.
-    With an accelerator every process calls: each writes its own `shard`, the main one all else, with
-    `weights` for the model's whole ones. WriteError, on all of them, where the disk is full or the folder
-    cannot be written; older checkpoints are then as they were.
+    `trainer_state` holds only tensors, numbers, strings, lists and dicts, because it is read back with
+    weights_only. With an accelerator this is a collective: each process writes its own `shard`, the main
+    process writes the rest, with `weights` as the full weights of the model. Raises WriteError on every
+    process if the disk is full or the folder cannot be written; older checkpoints are left unchanged.
     """
     folder = folder_of(run_dir, num_steps)
     aside = folder.with_name(folder.name + ".partial")
@@ -58,13 +58,13 @@ def save(
     gather = gather_object if accelerator is not None else lambda own: own
 
     def together(action: Callable):
-        """What `action` returns on each process, if it could write on all of them."""
+        """Results of `action` on all processes; raises WriteError on all of them if one could not write."""
         done = failure = cause = None
         try:
             done = action()
         except (OSError, RuntimeError, SafetensorError) as error:
             if isinstance(error, RuntimeError) and "inline_container" not in str(error):
-                raise  # not torch.save's word for a write that failed
+                raise  # torch.save names its container in write errors
             free_gb = shutil.disk_usage(run_dir).free / 1e9
             failure, cause = (
                 f"checkpoint {folder} could not be written with {free_gb:.1f} GB free on its disk: "
@@ -101,7 +101,7 @@ def _begin(aside: Path) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Removes a folder, or whatever else has its name."""
+    """Removes `path`, whether a folder, a file or a link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -129,7 +129,7 @@ def _write(
     torch.save({"num_steps": num_steps} | trainer_state, aside / "trainer_state.pt")
     own = [path for path in sorted(aside.rglob("*")) if path.is_file() and path.name not in written]
     for path in own:
-        # Safetensors' files are for their owner alone, whatever the umask
+        # safetensors makes its files readable only by their owner, whatever the umask.
         path.chmod((aside / "trainer_state.pt").stat().st_mode)
     files = written | {str(path.relative_to(aside)): fingerprint(path) for path in own}
     (aside / "manifest.json").write_text(json.dumps({"num_steps": num_steps, "files": files}, indent=1))
@@ -141,8 +141,10 @@ def _write(
 
 
 def found(run_dir: str | Path) -> list[tuple[int, Path]]:
-    """(steps, folder) of what is named as `folder_of` names it, oldest first; copies under other names, links
-    and files are not ours."""
+    """(steps, folder) of all checkpoint folders, oldest first, complete or not.
+
+    Only names that `folder_of` makes count; copies under other names, links and files are ignored.
+    """
     paths = [
         path
         for path in (Path(run_dir) / "checkpoints").glob("step_*")
@@ -153,18 +155,17 @@ def found(run_dir: str | Path) -> list[tuple[int, Path]]:
 
 
 def prune(run_dir: str | Path, keep: int, proven: int, best: Sequence[int] = ()) -> None:
-    """Removes checkpoints but the `keep` newest (0: none is removed) and those after `best` steps;
-    half-written ones always.
+    """Removes all checkpoints but the `keep` newest (0: keep all) and those after `best` steps.
 
-    Those after more than `proven` steps are not known to be good yet: they stay, and the newest good one
-    besides them. What eval.py wrote into a checkpoint stays.
+    Partially written ones are always removed. Checkpoints after more than `proven` steps are not yet known to
+    be good: they stay, and so does the newest good one. Results of eval.py inside a checkpoint stay.
     """
     for partial in (Path(run_dir) / "checkpoints").glob("step_*.partial"):
         _discard(partial)
     folders = found(run_dir)
     for _, path in folders:
         if not (path / "manifest.json").exists() and (path / "eval").is_dir():
-            _keep_eval(path)  # a kill came between
+            _keep_eval(path)  # an earlier removal was interrupted
     whole = [(steps, path) for steps, path in folders if (path / "manifest.json").exists()]
     good = [(steps, path) for steps, path in whole if steps <= proven]
     for steps, old in good[: -max(1, keep - (len(whole) - len(good)))] if keep else []:
@@ -172,24 +173,25 @@ def prune(run_dir: str | Path, keep: int, proven: int, best: Sequence[int] = ())
             continue
         if (old / "eval").is_dir():
             _keep_eval(old)
-        else:  # renamed first, so that a kill leaves nothing that could be taken for whole
+        else:
+            # Rename first, so that an interrupted removal cannot leave what looks like a complete checkpoint.
             os.replace(old, old.with_name(old.name + ".partial"))
             _discard(old.with_name(old.name + ".partial"))
 
 
 def _keep_eval(folder: Path) -> None:
-    (folder / "manifest.json").unlink(missing_ok=True)  # first, likewise
+    # First, so that an interrupted removal cannot leave what looks like a complete checkpoint.
+    (folder / "manifest.json").unlink(missing_ok=True)
     for path in folder.iterdir():
         if path.name != "eval":
             _discard(path)
 
 
 def better(best: tuple[float, int] | None, row: dict, num_steps: int) -> tuple[float, int] | None:
-    """(held-out EM, steps) of the best checkpoint so far, given the row of an evaluation after `num_steps`
-    steps.
+    """(held-out EM, steps) of the best checkpoint so far, given the evaluation `row` after `num_steps` steps.
 
-    The rule: the plain mean of `eval/*/em` over the benchmarks of eval.during_training; 0 is never best, the
-    earlier wins a tie.
+    EM is the unweighted mean of `eval/*/em` over the benchmarks of eval.during_training. A mean of 0 is never
+    best; at a tie the earlier checkpoint stays best.
     """
     scores = [value for name, value in row.items() if name.startswith("eval/") and name.endswith("/em")]
     mean = sum(scores) / len(scores) if scores else 0.0
@@ -197,7 +199,7 @@ def better(best: tuple[float, int] | None, row: dict, num_steps: int) -> tuple[f
 
 
 def write_best(run_dir: str | Path, best: tuple[float, int]) -> None:
-    """checkpoints/best.json names the best checkpoint, for whoever evaluates it."""
+    """Writes the name and score of the best checkpoint to checkpoints/best.json."""
     em, num_steps = best
     told = {
         "checkpoint": folder_of(run_dir, num_steps).name,
@@ -210,8 +212,10 @@ def write_best(run_dir: str | Path, best: tuple[float, int]) -> None:
 
 
 def latest(run_dir: str | Path, proven: int | None = None) -> Path | None:
-    """The newest whole checkpoint of a run (after at most `proven` steps), or None; folders without a
-    manifest were never finished."""
+    """The newest complete checkpoint of a run, or None; a folder without manifest.json is incomplete.
+
+    With `proven`, only checkpoints after at most that many steps count.
+    """
     whole = [
         path
         for steps, path in found(run_dir)
@@ -221,8 +225,10 @@ def latest(run_dir: str | Path, proven: int | None = None) -> Path | None:
 
 
 def read_manifest(folder: Path) -> dict:
-    """{"num_steps", "files": {name: fingerprint}} of a checkpoint; ValueError where it is missing, damaged or
-    another checkpoint's."""
+    """A checkpoint's manifest: {"num_steps", "files": {name: fingerprint}}.
+
+    Raises ValueError if it is missing, damaged, or that of another checkpoint.
+    """
     path, remedy = folder / "manifest.json", "delete the folder to resume from the checkpoint before"
     if not path.is_file():
         raise ValueError(f"{folder} is no checkpoint of a run: it has no manifest.json")
@@ -246,7 +252,7 @@ def read_manifest(folder: Path) -> dict:
 
 
 def check(folder: Path) -> None:
-    """Raises ValueError where a file of the checkpoint is missing, cut short or changed."""
+    """Raises ValueError if a file of the checkpoint is missing, truncated or changed."""
     for name, expected in read_manifest(folder)["files"].items():
         path = folder / name
         if not path.is_file():
@@ -264,11 +270,10 @@ def check(folder: Path) -> None:
 
 
 def load_trainer_state(folder: Path, parameters: dict[str, torch.Tensor]) -> dict:
-    """The trainer's state of a checkpoint (`check` it first); raises ValueError where it belongs to a model
-    of other shapes.
+    """Loads the trainer state of a checkpoint; call `check` first.
 
-    `parts` holds optimizer and snapshots: one dict of whole tensors, or one a process of a sharded run, read
-    as needed.
+    Its `parts` is a list of dicts with optimizer and snapshots: one dict with full tensors, or one dict for
+    each process of a sharded run, memory-mapped. Raises ValueError if the model's shapes differ.
     """
     state = _open(folder / "trainer_state.pt", mmap=False)
     shards = sorted(folder.glob("shard_*.pt"))
@@ -308,7 +313,7 @@ def _flush(path: Path) -> None:
 
 
 def check_place(run_dir: Path) -> None:
-    """Raises ValueError where a run's folder cannot be written."""
+    """Raises ValueError if the run folder cannot be written."""
     present = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     if not present.is_dir() or not os.access(present, os.W_OK):
         raise ValueError(
@@ -319,7 +324,7 @@ def check_place(run_dir: Path) -> None:
 
 
 def check_run_dir(run_dir: Path, cfg: config.Config, resume: bool) -> None:
-    """Raises ValueError where a new run would overwrite an old one, or a resumed one has other options."""
+    """Raises ValueError if a new run would overwrite an old one, or a resumed run has different options."""
     log = run_dir / "config.yaml"
     if not resume:
         if log.exists():
@@ -342,7 +347,7 @@ def check_run_dir(run_dir: Path, cfg: config.Config, resume: bool) -> None:
         )
     for section, options in now.items():
         for name, value in options.items():
-            # An option that is newer than the run had its default
+            # An option added since the run began had its default value.
             was = before.get(f"{section}.{name}", defaults[section][name])
             if section != "plan" and f"{section}.{name}" not in settings.RESUMABLE and was != value:
                 raise ValueError(
@@ -353,7 +358,7 @@ def check_run_dir(run_dir: Path, cfg: config.Config, resume: bool) -> None:
 
 
 def begin_run(run_dir: Path, cfg: config.Config, first_step: int) -> None:
-    """Writes what is run, and drops rows of steps that will be repeated."""
+    """Writes config.yaml, and drops log rows of steps that will be repeated."""
     files_module.replace_file(
         run_dir / "config.yaml", yaml.safe_dump(settings.to_dict(cfg), sort_keys=False), durable=True
     )
@@ -367,8 +372,10 @@ def begin_run(run_dir: Path, cfg: config.Config, first_step: int) -> None:
 
 
 def check_logs(run_dir: Path, num_steps: int, num_updates: int) -> None:
-    """Raises ValueError where a log has not each of the first `num_steps` steps once, in order: a resumed run
-    would go on from a log with holes."""
+    """Raises ValueError unless every log holds each of the first `num_steps` steps once, in order.
+
+    Otherwise a resumed run would append to a log with gaps.
+    """
     for name, updates in (("metrics.jsonl", (None,)), ("updates.jsonl", range(num_updates))):
         path, rows, damaged = run_dir / name, [], []
         for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else (), start=1):

@@ -1,11 +1,10 @@
-"""A crash box: the last rollouts of a run with the weights and optimizer they were trained from, to be
-trained on again.
+"""A crash box: the last rollouts of a run, with the weights and optimizer state from before their updates.
 
-`BOX/checkpoints/step_N` is a checkpoint like any other, `BOX/episodes/step_M.jsonl` the episodes of each
-later step, `BOX/reference` the model of the KL term where there is one, `BOX/metrics.jsonl` the run's log
-until then. `train.py --replay BOX [section.option=value …]` makes the same updates, with the same options bit
-for bit, or with another loss. A box may be somebody else's: a replay reads nothing but the box, and writes
-nowhere but into it (`config.read_back`).
+`BOX/checkpoints/step_N` is an ordinary checkpoint, `BOX/episodes/step_M.jsonl` holds the episodes of each
+later step, `BOX/reference` the model of the KL term if there is one, and `BOX/metrics.jsonl` the run's log up
+to that step. `train.py --replay BOX [section.option=value …]` makes the same updates again: bit for bit with
+the same options, or with another loss. A box may come from somebody else, so a replay reads only the box and
+writes only into it (`settings.read_back`).
 """
 
 import copy
@@ -24,9 +23,9 @@ from lld.running import checkpoint, sharding
 
 
 class Recent:
-    """Episodes of the last `num_steps` steps at least, and the state of training before the first of them.
+    """Episodes of at least the last `num_steps` steps, and the training state before the first of them.
 
-    Copies of weights and optimizer are made every `num_steps` steps, on the CPU, and the last two are kept.
+    Weights and optimizer state are copied to the CPU every `num_steps` steps; the last two copies are kept.
     """
 
     def __init__(self, num_steps: int):
@@ -35,7 +34,7 @@ class Recent:
         self.episodes: dict[int, list[Episode]] = {}
 
     def before(self, step: int, policy, trainer_state: Callable[[], dict]) -> None:
-        """Call before the step's update."""
+        """Copies the training state if a copy is due; call before the update of `step`."""
         if not self.states or step - self.states[-1][0] >= self.num_steps:
             self.states = [*self.states[-1:], (step, sharding.snapshot(policy), on_cpu(trainer_state()))]
             self.episodes = {s: some for s, some in self.episodes.items() if s >= self.states[0][0]}
@@ -44,10 +43,10 @@ class Recent:
         self.episodes[step] = episodes
 
     def write(self, run_dir: Path, cfg: config.Config, lm, tokenizer, reference=None) -> Path:
-        """Writes RUN/boxes/step_N, aside first; of the boxes written earlier only the first stays. Returns
-        the folder.
+        """Writes RUN/boxes/step_N and returns its path.
 
-        `reference` is the model of the KL term, None without one.
+        The box is written to a temporary folder and renamed when complete. Of earlier boxes only the first is
+        kept. `reference` is the model of the KL term, or None.
         """
         step, weights, trainer_state = self.states[0]
         folder = run_dir / "boxes" / f"step_{max(self.episodes) + 1:06d}"
@@ -67,13 +66,13 @@ class Recent:
             shutil.copy(run_dir / "metrics.jsonl", aside / "metrics.jsonl")
         for old in sorted(folder.parent.glob("step_??????"))[1:]:
             shutil.rmtree(old)
-        shutil.rmtree(folder, ignore_errors=True)  # a resumed run may come by the same step again
+        shutil.rmtree(folder, ignore_errors=True)  # a resumed run repeats steps
         os.replace(aside, folder)
         return folder
 
 
 def on_cpu(tree):
-    """A copy of tensors in dicts and lists, in CPU memory."""
+    """A deep copy of nested dicts and lists, with tensors in CPU memory."""
     if isinstance(tree, torch.Tensor):
         return tree.detach().cpu().clone()
     if isinstance(tree, dict):
@@ -82,7 +81,7 @@ def on_cpu(tree):
 
 
 def steps_of(box: Path) -> list[int]:
-    """The steps whose episodes are in the box; ValueError unless it is whole."""
+    """The steps whose episodes are in the box; ValueError if the box is incomplete."""
     names = [path.stem.removeprefix("step_") for path in (box / "episodes").glob("step_??????.jsonl")]
     steps = sorted(int(name) for name in names if re.fullmatch("[0-9]{6}", name))
     latest = checkpoint.latest(box)
@@ -101,8 +100,10 @@ def steps_of(box: Path) -> list[int]:
 
 
 def read_episodes(box: Path, step: int, group_size: int, vocabulary: int) -> list[Episode]:
-    """The episodes of a step, in whole groups; ValueError where the file is damaged or of a model with more
-    than `vocabulary` tokens."""
+    """The episodes of a step, in complete groups.
+
+    Raises ValueError if the file is damaged or has token ids of `vocabulary` or above.
+    """
     path = box / "episodes" / f"step_{step:06d}.jsonl"
     episodes = trajectories.read_episodes(path, vocabulary)
     if not episodes or len(episodes) % group_size:
@@ -114,15 +115,17 @@ def read_episodes(box: Path, step: int, group_size: int, vocabulary: int) -> lis
 
 
 def read_dropped(box: Path, step: int) -> dict:
-    """What the boxed run logged of groups that are not among the step's episodes, since nothing was found for
-    them."""
+    """The share of the step's groups that the original run dropped for an empty search, as it was logged."""
     logged = [row for row in runs.read_rows(box / "metrics.jsonl") if row["step"] == step]
     return {"empty_groups": logged[-1]["empty_groups"]} if logged and "empty_groups" in logged[-1] else {}
 
 
 def same_rows(original: list[dict], replayed: list[dict]) -> list[str]:
-    """Names whose values differ between the two logs, evaluation apart, which a replay does not make. As
-    text: NaN equals itself."""
+    """Names of the replayed log whose values differ from the original log.
+
+    Only names in the replay count, so evaluations are left out. Values are compared as text, so that NaN
+    equals NaN.
+    """
     by_step = {row["step"]: row for row in original}
     return sorted(
         {
@@ -135,8 +138,10 @@ def same_rows(original: list[dict], replayed: list[dict]) -> list[str]:
 
 
 def replay_options(box: Path, overrides: list[str]) -> config.Config:
-    """The options of the boxed run with `overrides`, for a run of its steps from what is in the box into
-    BOX/replays."""
+    """Options of a replay: those of the original run with `overrides`.
+
+    It trains on the steps in the box and writes to BOX/replays.
+    """
     steps, latest = steps_of(box), checkpoint.latest(box)
     name = (
         re.sub(r"[^\w.=+-]", "-", "_".join(override.partition(".")[2] for override in overrides))[
@@ -164,7 +169,7 @@ def replay_options(box: Path, overrides: list[str]) -> config.Config:
         settings.read_back(box / "config.yaml", [*overrides, *own], reads=False)[0],
         settings.read_back(box / "config.yaml", reads=False)[0],
     )
-    free = ("model.path", "model.trust_remote_code")  # who types them chooses them
+    free = ("model.path", "model.trust_remote_code")  # may be set on the command line
     for section in ("data", "model", "rollout", "retriever", "tinyworld"):
         for option, value in settings.to_dict(cfg)[section].items():
             if f"{section}.{option}" not in free and value != settings.to_dict(before)[section][option]:
@@ -181,7 +186,7 @@ def replay_options(box: Path, overrides: list[str]) -> config.Config:
 
 
 def compare(box: Path, run_dir: Path) -> str:
-    """What a replay has to say for itself."""
+    """Compares a replay with the original log; returns the verdict as text."""
     different = same_rows(runs.read_rows(box / "metrics.jsonl"), runs.read_rows(run_dir / "metrics.jsonl"))
     verdict = (
         "every logged value equals the original, bit for bit"

@@ -1,10 +1,10 @@
-"""One run folder, one run: a lock that every process of a run holds while it lives, and its launcher.
+"""A lock on the run folder, so that only one run writes to it; and the process id of the launcher.
 
-The lock is flock on RUN/.lock: the kernel gives it up when the last process that holds it ends, however it
-ends, so nothing has to be cleaned up. On NFS Linux turns flock into a lock of the server, which other
-machines see too; a file system that refuses locks (Lustre without `-o flock`) or keeps them to the machine
-(NFS with `local_lock=flock`) does not guard against a second run, the first with a warning.
-Imported before torch: it needs the standard library alone.
+The lock is flock on RUN/.lock, held by every process of the run. The kernel releases it when the last holder
+exits, even if killed, so there is nothing to clean up. On NFS, Linux turns flock into a lock on the server,
+visible to other machines. There is no protection on a file system that refuses locks (Lustre without `-o
+flock`; a warning is printed) or keeps them local to the machine (NFS with `local_lock=flock`; no warning).
+Imported before torch, so it uses only the standard library.
 """
 
 import errno
@@ -28,45 +28,46 @@ LAUNCHERS = {
 
 
 class Gone(OSError):
-    """The run's folder is not there any more."""
+    """The run folder was removed or replaced."""
 
 
 @dataclass
 class Lock:
-    """Held until `release` or the end of the process; `made` are the folders made for it, deepest first."""
+    """A lock held until `release` or process exit; `made` lists the folders created for it, deepest first."""
 
     run_dir: Path
     file: IO | None = None
     made: list[Path] = field(default_factory=list)
 
     def release(self) -> None:
-        """Gives the lock up; of a run that never began nothing is left."""
+        """Releases the lock; if the run wrote nothing, also removes .lock and the folders made for it."""
         if self.file is not None and self.made and self.holds() and os.listdir(self.run_dir) == [".lock"]:
             (self.run_dir / ".lock").unlink()
             for folder in self.made:
                 try:
                     folder.rmdir()
-                except OSError:  # something else has come into it
+                except OSError:  # not empty
                     break
         if self.file is not None:
             self.file.close()
             self.file = None
 
     def holds(self) -> bool:
-        """Whether the file that is locked is still the one in the folder."""
+        """Whether the locked file is still the one in the folder."""
         path = self.run_dir / ".lock"
         return path.exists() and os.path.samestat(os.stat(path), os.fstat(self.file.fileno()))
 
     def check(self) -> None:
-        """Gone where the folder was removed, whatever has come into its place."""
+        """Raises Gone if the folder was removed, even if another one now has its name."""
         if self.file is not None and not self.holds():
             raise Gone(errno.ENOENT, "removed while the run wrote into it", str(self.run_dir))
 
 
 def take(run_dir: Path, rank: int = 0) -> Lock:
-    """The lock of a run's folder, for one of its processes; ValueError with who has it, if another run.
+    """Takes the lock of a run folder for one process; ValueError with the holder if another run has it.
 
-    Rank 0 first: it proves with an exclusive lock that nobody else is there, then shares it with the others.
+    Rank 0 must call first: it takes an exclusive lock, which shows that no other process holds one, and then
+    turns it into a shared lock for the other ranks.
     """
     lock = Lock(
         run_dir,
@@ -81,11 +82,12 @@ def take(run_dir: Path, rank: int = 0) -> Lock:
             fcntl.flock(lock.file, (fcntl.LOCK_SH if rank else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             if lock.holds():
                 break
-            lock.file.close()  # whoever held it has just removed the file
+            lock.file.close()  # the previous holder just removed the file
         except BlockingIOError:
             raise ValueError(in_use(run_dir)) from None
         except FileNotFoundError:
-            if rank:  # a machine that does not see the folder writes nothing there
+            if rank:
+                # This machine does not see the folder, so it writes nothing there.
                 return lock
         except OSError as error:
             if lock.file is None:
@@ -107,13 +109,13 @@ def take(run_dir: Path, rank: int = 0) -> Lock:
     lock.file.flush()
     try:
         fcntl.flock(lock.file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:  # the change from exclusive to shared is not one step
+    except BlockingIOError:  # exclusive -> shared is not atomic
         raise ValueError(in_use(run_dir)) from None
     return lock
 
 
 def in_use(run_dir: Path) -> str:
-    """Who holds the lock of a folder, as a refusal."""
+    """Error message that names who holds the lock of a folder."""
     holders, here = [], socket.gethostname()
     for line in (run_dir / ".lock").read_text(errors="replace").splitlines():
         try:
@@ -122,7 +124,7 @@ def in_use(run_dir: Path) -> str:
                 holders.append(
                     f"process {row['pid']} on {row['host']} (rank {row['rank']}, since {row['since']})"
                 )
-        except (ValueError, KeyError, TypeError):  # being written
+        except (ValueError, KeyError, TypeError):  # line only half written
             pass
     who = ", ".join(holders[:3]) + (f" and {len(holders) - 3} more" if len(holders) > 3 else "")
     who = who or f"another process (`fuser -v {run_dir}/.lock` names it)"
@@ -130,24 +132,26 @@ def in_use(run_dir: Path) -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of this machine exists."""
+    """Whether process `pid` exists on this machine."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's
+    except PermissionError:  # exists, of another user
         pass
     return True
 
 
 def launcher() -> int | None:
-    """The process id of the launcher (`accelerate launch`, `torchrun`) whose child this process is; None if
-    a shell, nohup, a scheduler or another program started it, whose end means nothing."""
+    """Process id of the parent if it is `accelerate launch` or `torchrun`, else None.
+
+    Any other parent (a shell, nohup, a scheduler) may exit without ending the run.
+    """
     parent = os.getppid()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return parent
     try:
         words = Path(f"/proc/{parent}/cmdline").read_text().split("\0")
-    except OSError:  # no Linux
+    except OSError:  # no /proc: not Linux
         return None
     return parent if LAUNCHERS & {Path(word).name for word in words[:4]} else None

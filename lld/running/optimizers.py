@@ -1,5 +1,4 @@
-"""AdamW with float32 moments, with moments in 8 bits (bitsandbytes), or with all that is its own in CPU
-memory."""
+"""AdamW with float32 moments, with 8-bit moments (bitsandbytes), or with its state in CPU memory."""
 
 import torch
 from torch import nn
@@ -8,13 +7,12 @@ from lld.config import Optim
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """AdamW on float32 weights in CPU memory; the device keeps a copy in `dtype` to compute with, and
-    gradients in float32.
+    """AdamW with float32 master weights in CPU memory.
 
-    6 bytes a weight on the device (bf16) instead of 16, and 16 in CPU memory; a step moves 6 bytes a weight
-    between the two. Gradients cross when `step` is called, so that clipping and skipping act as ever:
-    torchao's CPUOffloadOptimizer sends them off while the backward pass makes them, before their norm is
-    known.
+    The device keeps the weights in `dtype` and gradients in float32. With bf16 that is 6 bytes a weight on
+    the device instead of 16, and 16 in CPU memory; a step moves 6 bytes a weight between the two. Gradients
+    are copied to the CPU when `step` is called, so clipping and skipped updates work as usual. torchao's
+    CPUOffloadOptimizer copies them during the backward pass, before their norm is known.
     """
 
     def __init__(self, weights, dtype: torch.dtype, **options):
@@ -26,7 +24,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         )
         for weight in self.weights:
             weight.data = weight.data.to(dtype)
-            weight.grad_dtype = torch.float32  # micro-batches are summed in it
+            weight.grad_dtype = torch.float32  # accumulate micro-batches in float32
 
     @property
     def masters(self) -> list[nn.Parameter]:
@@ -50,7 +48,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             weight.grad = None
 
     def state_dict(self) -> dict:
-        """The float32 weights are among the state: those of the model's checkpoint are rounded."""
+        """AdamW's state and the float32 master weights; those in the model's checkpoint are rounded."""
         state = super().state_dict()
         return state | {
             "state": {
@@ -71,8 +69,10 @@ class OffloadedAdamW(torch.optim.AdamW):
 
 
 def make(policy: nn.Module, options: Optim, dtype: torch.dtype) -> torch.optim.Optimizer:
-    """The optimizer that `optim.name` names, at learning rate 0. "adamw_offload" turns the policy's weights
-    into `dtype`."""
+    """Makes the optimizer named by `optim.name`, at learning rate 0.
+
+    "adamw_offload" casts the policy's weights to `dtype` in place.
+    """
     common = {"lr": 0.0, "betas": options.betas, "weight_decay": options.weight_decay}
     if options.name == "adamw_offload":
         return OffloadedAdamW(policy.parameters(), dtype, **common)
@@ -85,18 +85,20 @@ def make(policy: nn.Module, options: Optim, dtype: torch.dtype) -> torch.optim.O
                 f"use adamw or adamw_offload ({error})"
             ) from None
         return AdamW8bit(policy.parameters(), **common)
-    # Torch's default would hold the roots of all second moments at once, 4 bytes a weight
+    # torch's default (foreach) would hold the square roots of all second moments at once: 4 bytes a weight.
     return torch.optim.AdamW(policy.parameters(), fused=True, **common)
 
 
 def weight_dtype(options: Optim, mixed_precision: str) -> torch.dtype:
-    """What weights on the device are kept in: float32, unless their masters lie in CPU memory."""
+    """dtype of the weights on the device: float32, or bf16 if the master weights are on the CPU."""
     return torch.bfloat16 if options.name == "adamw_offload" and mixed_precision == "bf16" else torch.float32
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The model with its parameters in `dtype`; buffers stay as they are: bf16 is too coarse for rotary
-    frequencies."""
+    """Casts the parameters of a model to `dtype` in place, and returns the model.
+
+    Buffers are left unchanged: bf16 is too coarse for rotary frequencies.
+    """
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)
     return model

@@ -1,8 +1,9 @@
-"""What a run is made of: fingerprints of its input and code, kept in run.json with every session of the run.
+"""Fingerprints of a run's input and code, kept in run.json with every session of the run.
 
-They take milliseconds to a second (0.6 s for 170,000 questions): questions are hashed as they were read; a
-start policy by its small files and 64 places of each large one, which finds other weights but not one flipped
-byte; the corpus and index by what the retriever says of them, if it does (Search-R1's does not).
+Computing them takes milliseconds to a second (0.6 s for 170,000 questions). Questions are hashed as loaded.
+The start policy is hashed from its small files and 64 blocks of each large one: that detects different
+weights, but may miss a single flipped byte. The fingerprint of corpus and index comes from the retriever, if
+it reports one (Search-R1's does not).
 """
 
 import hashlib
@@ -24,7 +25,8 @@ from lld.episode import Question
 from lld.record import runs
 
 ROOT = Path(__file__).parents[2]
-PLACES, BLOCK = 64, 4096  # of a file that are read; smaller files whole
+# Blocks read from a large file, and bytes a block; smaller files are read completely.
+PLACES, BLOCK = 64, 4096
 TOKENIZER, WEIGHTS = (
     ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.jinja", "special_tokens_map.json"),
     ("*.safetensors", "*.bin", "config.json", "generation_config.json"),
@@ -37,7 +39,7 @@ def of_input(
     held_out: dict[str, Sequence[Question]],
     index: str | None,
 ) -> dict[str, str]:
-    """Fingerprints by name; what cannot be known is left out."""
+    """Fingerprints by name; an input without one is left out."""
     found = {"questions": of_questions(questions)} | {
         f"held-out questions {name}": of_questions(some) for name, some in held_out.items()
     }
@@ -76,7 +78,7 @@ def of_files(folder: Path, patterns: Sequence[str]) -> str:
 
 
 def folder_of_model(path: str) -> Path | None:
-    """The folder that holds a model, also one of the hub, whose files have been loaded by then."""
+    """Folder of a local model, or the cache folder of a hub model; None if it is not there."""
     if Path(path).is_dir():
         return Path(path)
     try:
@@ -87,7 +89,7 @@ def folder_of_model(path: str) -> Path | None:
 
 
 def of_code() -> dict[str, str]:
-    """What computes: the code's own fingerprint, its commit where git knows it, and versions."""
+    """Fingerprint of the code, git commit ("" if unknown), and versions of Python, torch, transformers."""
     digest = hashlib.sha256()
     for path in sorted([ROOT / "train.py", *(ROOT / "lld").rglob("*.py")]):
         digest.update(path.name.encode() + path.read_bytes())
@@ -113,10 +115,11 @@ def read(run_dir: Path) -> dict:
 
 
 def check_input(run_dir: Path, now: dict[str, str], kl_weight: float) -> None:
-    """Raises ValueError where the input of a run to be resumed is not what it was."""
+    """Raises ValueError if the input of a run to be resumed has changed."""
     before = read(run_dir).get("inputs", {})
     for name, value in now.items():
-        matters = name != "start policy" or kl_weight > 0  # else the weights come from the checkpoint alone
+        # Without the KL term the start policy is not read: the weights come from the checkpoint.
+        matters = name != "start policy" or kl_weight > 0
         if matters and before.get(name, value) != value:
             raise ValueError(
                 f"--resume: the {name} of {run_dir} changed since the run began (fingerprint {before[name]}, "
@@ -129,9 +132,9 @@ def check_input(run_dir: Path, now: dict[str, str], kl_weight: float) -> None:
 def begin_session(
     run_dir: Path, cfg: config.Config, first_step: int, now: dict[str, str], num_processes: int
 ) -> str | None:
-    """Adds this session to run.json, and says what computes otherwise than in the one before, if any.
+    """Adds this session to run.json; returns a notice if code or versions differ from the last session.
 
-    Of inputs the first session's are kept, of options that changed the old and the new value.
+    Input fingerprints are those of the first session. Of a changed option, old and new value are kept.
     """
     about, code = read(run_dir), of_code() | {"processes": num_processes, "threads": torch.get_num_threads()}
     sessions = about.get("sessions") or (

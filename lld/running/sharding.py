@@ -1,10 +1,9 @@
-"""What is spread over processes: weights, gradients and optimizer by torch's fully_shard (FSDP2), and whole
-copies of the weights for those who need them, the engine and the checkpoint.
+"""Shard weights, gradients and optimizer with torch's fully_shard (FSDP2), and gather full weights again.
 
-Who shards is told by accelerate's configuration (configs/accelerate/). fully_shard is called here and not by
-`Accelerator.prepare`, which shards neither on a CPU nor a model without an optimizer, and would reduce
-gradients and return log-probabilities in bf16. Parameters are sharded along their first dimension, rank by
-rank, as `torch.chunk` cuts.
+The rollout engine and the checkpoint need full weights. Accelerate's configuration (configs/accelerate/) says
+whether to shard. fully_shard is called here, not by `Accelerator.prepare`: that shards neither on a CPU nor a
+model without an optimizer, and would reduce gradients and return log-probabilities in bf16. Parameters are
+sharded along their first dimension, in rank order, with the boundaries of `torch.chunk`.
 """
 
 import os
@@ -24,8 +23,10 @@ def asked(name: str) -> bool:
 
 
 def check_launch() -> None:
-    """Raises ValueError, before anything is opened, where accelerate's configuration asks for what train.py
-    does not do."""
+    """Raises ValueError if accelerate's configuration asks for something that train.py does not support.
+
+    Called before any file is opened.
+    """
     if asked("CPU") and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
         raise ValueError(
             "`accelerate launch --cpu --num_processes N` starts one process only unless MPI is installed; "
@@ -56,7 +57,7 @@ def check_launch() -> None:
 
 
 def is_asked(accelerator: Accelerator) -> bool:
-    """Whether weights are to be sharded; one process has nobody to share with."""
+    """Whether weights are to be sharded: FSDP is configured and there is more than one process."""
     return asked("FSDP") and accelerator.num_processes > 1
 
 
@@ -65,14 +66,14 @@ def is_sharded(policy) -> bool:
 
 
 def shard(policy: Policy, accelerator: Accelerator) -> Policy:
-    """Shards the policy in place over all processes, each decoder layer a group of its own.
+    """Shards the policy in place over all processes, with one FSDP group for each decoder layer.
 
-    Embeddings, final norm and head form the root's group: gathered once a pass and kept until its backward is
-    over, so chunks of tokens share them and tied weights stay one. Float32 shards; computed in bf16 where
-    mixed precision asks for it, gradients reduced in float32. No collectives here: it may be called on one
-    process after another.
+    Embeddings, final norm and head form the root group. It is gathered once a forward pass and kept until the
+    backward pass is over, so that chunks of tokens share it and tied weights stay tied. Shards are float32;
+    with bf16 mixed precision, compute is bf16 and gradients are reduced in float32. Runs no collectives, so
+    processes may call it at different times.
     """
-    plugin = FullyShardedDataParallelPlugin()  # reads what accelerate's launcher put into the environment
+    plugin = FullyShardedDataParallelPlugin()  # reads accelerate's environment
     dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
     mesh = torch.distributed.device_mesh.init_device_mesh(
         accelerator.device.type, (accelerator.num_processes,)
@@ -89,42 +90,42 @@ def shard(policy: Policy, accelerator: Accelerator) -> Policy:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's shard, or the tensor itself where it is whole; the same memory."""
+    """This process's shard, or the tensor itself if it is not sharded. Shares memory with it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def parameters(policy) -> dict[str, torch.Tensor]:
-    """The language model's parameters by name, tied ones once: shards where sharded, also right after a
-    forward pass."""
+    """The language model's parameters by name, tied ones once; as shards if the policy is sharded."""
     if is_sharded(policy):
-        policy.reshard()  # the root's group stays whole after a pass without gradients
+        policy.reshard()  # a pass without gradients leaves the root group gathered
     return {name.removeprefix("lm."): weight for name, weight in policy.named_parameters()}
 
 
 def shapes(policy) -> dict[str, list[int]]:
-    """Whole shapes of everything in the language model's state."""
+    """Full (unsharded) shape of every tensor in the language model's state_dict."""
     parameters(policy)
     return {name: list(tensor.shape) for name, tensor in policy.lm.state_dict().items()}
 
 
 @torch.no_grad()
 def whole(weight: torch.Tensor, device, dtype=None) -> torch.Tensor:
-    """One parameter as a whole, gathered in `dtype`; every process must call."""
+    """Gathers one full parameter in `dtype` (default: its own). A collective."""
     weight = weight.detach().to(device=device, dtype=dtype or weight.dtype)
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def cut(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This process's shard of a whole tensor, sharded as `like` is."""
+    """This process's shard of a full tensor, sharded like `like`; the tensor itself if `like` is not."""
     if not isinstance(like, DTensor):
         return tensor
-    pieces = tensor.chunk(like.device_mesh.size())  # fewer than processes where the dimension is short
+    # chunk returns fewer pieces than processes if the dimension is short.
+    pieces = tensor.chunk(like.device_mesh.size())
     rank = like.device_mesh.get_local_rank()
     return (pieces[rank] if rank < len(pieces) else tensor[:0]).clone()
 
 
 def snapshot(policy) -> dict[str, torch.Tensor]:
-    """Copies on the CPU of this process's weights."""
+    """CPU copies of this process's weights (shards if sharded)."""
     return {name: local(weight.detach()).cpu().clone() for name, weight in parameters(policy).items()}
 
 
@@ -135,20 +136,23 @@ def restore(policy, weights: dict[str, torch.Tensor]) -> None:
 
 
 def rollout_copy(lm, accelerator: Accelerator):
-    """The whole model for the engine, in bf16 where that is what is computed in; make it before sharding."""
+    """A full copy of the model for the rollout engine; call before sharding.
+
+    In bf16 if mixed precision is bf16.
+    """
     return engine_model(lm, accelerator.device, half=accelerator.mixed_precision == "bf16")
 
 
 @torch.no_grad()
 def refresh(twin, policy, device) -> None:
-    """Copies the policy's weights into the rollout copy, one parameter at a time; every process must call."""
+    """Copies the policy's weights into the rollout copy, one parameter at a time. A collective."""
     for name, weight in parameters(policy).items():
         mine = twin.get_parameter(name)
         mine.copy_(whole(weight, device, mine.dtype))
 
 
 def whole_weights(policy, accelerator: Accelerator) -> dict[str, torch.Tensor] | None:
-    """All weights as they are, on the CPU of the main process, None elsewhere; every process must call."""
+    """All full weights, in CPU memory of the main process; None on the others. A collective."""
     found = {}
     for name, weight in parameters(policy).items():
         tensor = whole(weight, accelerator.device)
@@ -169,14 +173,15 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict:
 
 
 def join(pieces: list[torch.Tensor]) -> torch.Tensor:
-    """The whole of what each process of a run wrote of a tensor; numbers (a step count) are the same in
-    all."""
+    """The full tensor from the shards that the processes wrote; a 0-dim tensor is the same in all."""
     return torch.cat(pieces) if len(pieces) > 1 and pieces[0].dim() else pieces[0]
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, parts: list[dict]) -> None:
-    """Loads `optimizer_state`s of all processes of a run, however many they were, or one state that is
-    whole."""
+    """Loads an optimizer from the `optimizer_state` of every process that wrote the checkpoint.
+
+    Their number may differ from the current one. `parts` may also be one state with full tensors.
+    """
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     state = {}
     for index, entries in parts[0]["state"].items():
@@ -198,7 +203,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, parts: list[dict]) -> None:
 
 
 def load_snapshots(policy, parts: list[list[dict]]) -> list[dict]:
-    """Snapshots of all processes of a run, however many they were, as this process keeps them."""
+    """This process's shards of the snapshots, from the snapshots of every process that wrote the checkpoint.
+
+    Their number may differ from the current one.
+    """
     return [
         {
             name: cut(join([part[i][name] for part in parts]), weight)
@@ -210,8 +218,10 @@ def load_snapshots(policy, parts: list[list[dict]]) -> list[dict]:
 
 @contextmanager
 def optimizer_on_cpu(optimizer: torch.optim.Optimizer, wanted: bool):
-    """The optimizer's tensors wait in CPU memory, and their memory on the device is free, until the block is
-    left."""
+    """Moves the optimizer's tensors to CPU memory for the duration of the block, freeing their device memory.
+
+    Does nothing unless `wanted`. 0-dim tensors stay.
+    """
     kept = []
     for entries in optimizer.state.values() if wanted else ():
         for value in entries.values():

@@ -1,9 +1,8 @@
-"""What keeps a long run from being lost: signals, the watchdog, the heartbeat, a console that goes away, and
-the agreement of all processes to stop.
+"""Keep a long run from being lost: signal handlers, watchdog, heartbeat, and a console that may go away.
 
-The watchdog is a thread: where no sign of life (a phase begun, an episode finished) came for
-`run.watchdog_s`, it names rank and phase, writes every thread's stack to the run's folder, saves what it
-safely can and ends the process.
+The watchdog is a thread. If there is no sign of life (a phase starts, an episode finishes) for
+`run.watchdog_s` seconds, it prints rank and phase, writes the stack of every thread to the run folder, saves
+a checkpoint if that is safe, and ends the process.
 """
 
 import errno
@@ -31,7 +30,7 @@ from lld.tools import Unplayed
 USER, RETRIEVER, PHASE, SIGNAL, NOT_FINITE, DISK, HUNG, PEER = 2, 3, 4, 5, 6, 7, 8, 9
 WAITING = "waiting for the other processes"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# What a signal does in a phase that is not cut short; all others are dropped and repeated.
+# Phases that a signal does not interrupt, with the message for each. All others are dropped and repeated.
 FINISHED = {
     "update": "the update is finished",
     "logs": "the step is logged",
@@ -39,28 +38,30 @@ FINISHED = {
     WAITING: "the other processes finish theirs",
     "report": "the report is finished",
 }
-ENDED = ("done", "stopped", "given up")  # last phases of a process that ended in order
-# For the main thread to say itself that a process is gone, which it does with gloo; a collective of NCCL just
-# waits
+ENDED = ("done", "stopped", "given up")  # last phase after a normal exit
+# Seconds the watchdog leaves the main thread to report a dead process itself. With gloo it does: the
+# collective raises. A NCCL collective just blocks.
 GRACE_S = 10.0
-# Who waits for others waits this many times as long, so that the hung process itself is the one that speaks
-# first
+# A process that waits for others gets this many times the timeout, so that the hung process reports first.
 PATIENCE = 2
-LINE_S = 60.0  # seconds between two heartbeat lines on the console
-RECENT_STEPS = 20  # whose mean time gives the ETA
+LINE_S = 60.0  # seconds between console heartbeat lines
+RECENT_STEPS = 20  # the ETA uses their mean duration
 
 
 class Interrupted(Unplayed):
-    """A signal asked the run to stop, so its rollout or evaluation was abandoned."""
+    """A signal asked the run to stop, so the current rollout or evaluation was abandoned."""
 
 
 class Guard:
-    """Looks after one process of a run: from `prepare` on its console and its launcher, from `watch` to
-    `close` the run."""
+    """Signal handling, watchdog and heartbeat of one process.
+
+    `prepare` installs the signal handlers, the safe console and the check on the launcher. `watch` adds
+    heartbeat and watchdog for the run. `close` undoes both and releases the lock.
+    """
 
     def __init__(self):
-        self.signal = 0  # the first one received
-        # Saves a checkpoint; set only while the weights stand still
+        self.signal = 0  # number of the first signal received
+        # Saves a checkpoint. Set only while no update is changing the weights.
         self.rescue: Callable[[], Path | None] | None = None
         self.last_beat: dict[str, float] = {}
         self.run_dir, self.rank, self.num_processes, self.watchdog_s = None, 0, 1, 0.0
@@ -68,14 +69,14 @@ class Guard:
         self.handlers, self.over, self.thread, self.consoles = {}, threading.Event(), None, None
         self.lock: Lock | None = None
         self.saving, self.began, self.missed = threading.Lock(), time.time(), None
-        self.outcome = "ended by an error"  # what the heartbeat says in the end
+        self.outcome = "ended by an error"  # phase in the last heartbeat
 
     def close(self) -> None:
         if self.run_dir is not None:
             self.phase(self.outcome)
         self.over.set()
         if self.thread is not None:
-            self.thread.join()  # or it could arm the timer once more
+            self.thread.join()  # otherwise it could re-arm the timer
             faulthandler.cancel_dump_traceback_later()
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
@@ -85,12 +86,16 @@ class Guard:
             self.lock.release()
 
     def prepare(self, launcher: int | None = None) -> None:
-        """From here on a signal ends the process in one line, a console that is gone is written to no more,
-        and the end of the launcher, if there is one, is a SIGTERM: it does not hand on its own death."""
+        """Installs the signal handlers, the safe console and the check on the launcher.
+
+        Until `watch`, a signal raises KeyboardInterrupt. Output to a closed console is dropped. `launcher`
+        is the process id of `torchrun` or `accelerate launch`; a killed launcher does not signal its
+        children, so this process sends itself SIGTERM once the launcher is gone.
+        """
         self.consoles = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
         if threading.current_thread() is threading.main_thread():
-            # Nohup ignores SIGHUP
+            # Under nohup SIGHUP is ignored: leave it so.
             asked = [
                 number
                 for number in SIGNALS
@@ -114,8 +119,10 @@ class Guard:
                 return
 
     def watch(self, run_dir: Path, accelerator, watchdog_s: float) -> None:
-        """From here on signals ask for an orderly end, and silence of more than `watchdog_s` seconds (0: any)
-        ends the process."""
+        """Starts heartbeat and watchdog; from here on a signal stops the run with a checkpoint.
+
+        More than `watchdog_s` seconds without a sign of life end the process; 0 turns the watchdog off.
+        """
         self.run_dir, self.rank, self.num_processes, self.watchdog_s = (
             Path(run_dir),
             accelerator.process_index,
@@ -144,14 +151,15 @@ class Guard:
         )
 
     def phase(self, name: str, step: int | None = None) -> None:
-        """A phase begins; a sign of life."""
+        """Enters phase `name`; counts as a sign of life."""
         self.now, self.alive = (name, self.now[1] if step is None else step), time.monotonic()
         self._write()
 
     def ticks(self, bar: tqdm) -> Callable[[int], None]:
-        """`bar.update` that is a sign of life as well, and raises Interrupted once a signal has come."""
-        done = 0  # not bar.n, which a disabled bar, as on all ranks but the first, leaves at 0
-        if bar.total == 0 and self.num_processes > 1:  # nothing to play here
+        """`bar.update` that also counts as a sign of life, and raises Interrupted after a signal."""
+        # Not bar.n: the bar is disabled on all ranks but the first, and its n stays 0.
+        done = 0
+        if bar.total == 0 and self.num_processes > 1:  # no episodes on this rank
             self.phase(WAITING)
 
         def tick(count: int) -> None:
@@ -167,13 +175,16 @@ class Guard:
         return tick
 
     def agreed(self, accelerator) -> str | None:
-        """The signal that any process has received, or None; every process must call."""
+        """Name of the signal that any process has received, or None. A collective."""
         number = largest(accelerator, self.signal)
         return signal.Signals(number).name if number else None
 
     def beat(self, step: int, num_steps: int, step_s: float, num_tokens: int, reward: float) -> None:
-        """The heartbeat after `step`: always in the run's folder; at most every `LINE_S` seconds on a console
-        that shows no bar."""
+        """Writes the heartbeat after `step`.
+
+        It always goes to the run folder. If stderr is not a terminal (no progress bar), a line is printed
+        too, at most every `LINE_S` seconds.
+        """
         self.step_times = [*self.step_times, step_s][-RECENT_STEPS:]
         eta_s = sum(self.step_times) / len(self.step_times) * (num_steps - step - 1)
         self.last_beat = {
@@ -205,7 +216,8 @@ class Guard:
         } | self.last_beat
         try:
             replace_file(heartbeat_path(self.run_dir, self.rank), json.dumps(row) + "\n")
-        except OSError:  # a full disk is told by what must be written; a heartbeat is not
+        except OSError:
+            # Not fatal: on a full disk the writes that matter raise their own error.
             pass
 
     def _look(self) -> None:
@@ -217,7 +229,7 @@ class Guard:
             self.missed = (self.missed or time.monotonic()) if gone else None
             if gone and time.monotonic() - self.missed > GRACE_S:
                 self._end_alone(gone)
-            # In C, for the case that a hung call never lets this thread run again.
+            # A timer in C, in case a hung call never releases the GIL for this thread.
             faulthandler.dump_traceback_later(PATIENCE * self.watchdog_s + 1, exit=True, file=2)
 
     def _end(self, allowed_s: float) -> None:
@@ -242,13 +254,12 @@ class Guard:
         os._exit(HUNG)
 
     def _gone(self) -> str:
-        """The processes of this run and machine that do not exist any more and did not end in order; empty
-        without any."""
+        """The ranks on this machine whose process is dead without a normal exit, as text; "" if none."""
         found = []
         for rank in set(range(self.num_processes)) - {self.rank}:
             path = heartbeat_path(self.run_dir, rank)
             try:
-                # An earlier launch's
+                # A heartbeat older than this process is from an earlier launch.
                 row = json.loads(path.read_text()) if path.stat().st_mtime > self.began else {"phase": "done"}
                 if (
                     row["phase"] not in ENDED
@@ -273,9 +284,9 @@ class Guard:
         os._exit(PEER)
 
     def save_what_stands(self) -> str:
-        """Saves a checkpoint if the weights stand still, and says how the run goes on."""
+        """Saves a checkpoint if no update is in progress; returns a message that says how to continue."""
         try:
-            with self.saving:  # the second of two threads finds it done
+            with self.saving:  # one thread at a time
                 folder = self.rescue() if self.rescue is not None else None
         except Exception as error:
             return f"No checkpoint could be saved ({error}); --resume continues from the last one."
@@ -286,7 +297,7 @@ class Guard:
         )
 
     def _others(self) -> str:
-        # Not those of an earlier, larger launch
+        # Only current ranks: an earlier launch with more processes leaves files behind.
         paths = [heartbeat_path(self.run_dir, rank) for rank in range(self.num_processes)]
         rows = [json.loads(path.read_text()) for path in paths if path.exists()]
         busy = [
@@ -298,8 +309,10 @@ class Guard:
 
 
 class Console:
-    """stdout or stderr that may go away, as when `tee` or a terminal ends: what is written after that is
-    dropped, and the run goes on."""
+    """stdout or stderr that may be closed, as when `tee` or the terminal ends.
+
+    What is written after that is dropped, and the run continues.
+    """
 
     def __init__(self, stream: TextIO):
         self.stream = stream
@@ -320,7 +333,8 @@ class Console:
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
         with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), self.stream.fileno())  # for what other libraries print as well
+            # The file descriptor, so that output of other libraries is dropped too.
+            os.dup2(nowhere.fileno(), self.stream.fileno())
         return otherwise
 
 
@@ -329,18 +343,18 @@ def heartbeat_path(run_dir: Path, rank: int) -> Path:
 
 
 def largest(accelerator, number: int) -> int:
-    """The largest of all processes' numbers: one tiny all-gather; every process must call."""
+    """The maximum of `number` over all processes. A collective: one small all-gather."""
     return int(accelerator.gather(torch.tensor([number], device=accelerator.device)).max())
 
 
 def short(error: BaseException) -> str:
-    """The first sentence of an error of torch, without the source line it was raised at."""
+    """The first sentence of a torch error, without the source location in front."""
     first = (str(error).splitlines() or [type(error).__name__])[0]
     return first.split("] ", 1)[-1].split(". ")[0]
 
 
 def memory_gb() -> float:
-    """Peak memory of this process: on its GPU, or resident where there is none."""
+    """Peak memory of this process in GB: allocated on the GPU, or resident if there is no GPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
     return (
@@ -349,7 +363,7 @@ def memory_gb() -> float:
 
 
 def lost_peer(error: RuntimeError) -> bool:
-    """Whether a collective failed because another process is gone or silent, in gloo's or NCCL's words."""
+    """Whether a collective failed because another process is dead or silent, by gloo's or NCCL's message."""
     return isinstance(error, torch.distributed.DistError) or any(
         word in str(error)
         for word in (
