@@ -25,8 +25,8 @@ def group_advantages(rewards_PG: torch.Tensor, cfg: Advantage = Advantage()) -> 
 def deviations(rewards_PG: torch.Tensor) -> torch.Tensor:
     """(P, G) rewards minus the mean of their group, exactly 0 where all rewards of a group are equal."""
     deviations_PG = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
-    # The mean of equal rewards may be off by its last bits. The sign of an advantage counts (LLDS preserves
-    # A >= 0, not A > -1e-17), so whatever the summation error can explain is zero.
+    # The mean of equal rewards may be off in its last bits, and LLDS depends on the sign of an advantage (it
+    # preserves A >= 0). Deviations within the summation error are therefore set to 0.
     eps = torch.finfo(rewards_PG.dtype).eps
     error_P1 = rewards_PG.shape[1] * eps * rewards_PG.abs().amax(dim=1, keepdim=True)
     return deviations_PG.masked_fill(deviations_PG.abs() <= error_P1, 0.0)

@@ -31,11 +31,11 @@ class Run:
     # Rollout steps; each makes optim.updates_per_rollout optimizer steps
     steps: int = 1005
     save_every: int = 50  # steps between checkpoints
-    # Newest ones kept, besides the best on held-out questions; 0 keeps all
+    # Newest checkpoints to keep, besides the best on held-out questions; 0 keeps all
     keep_checkpoints: int = 3
-    # A process that starts no phase and finishes no episode for so many seconds exits; 0 never
+    # Seconds without a new phase or a finished episode after which a process exits; 0 never
     watchdog_s: float = 1800.0
-    # Of accelerate: "tensorboard", "wandb", …
+    # Trackers of accelerate: "tensorboard", "wandb", …
     trackers: tuple[str, ...] = ()
     # Use deterministic kernels (slower on a GPU); warn about operations that have none
     deterministic: bool = False
@@ -44,7 +44,7 @@ class Run:
 @dataclass(frozen=True)
 class Model:
     path: str = "Qwen/Qwen2.5-3B"  # hub name or folder
-    # Of the computations on a GPU; weights are float32
+    # Type of the computations on a GPU; weights are float32
     mixed_precision: Literal["no", "bf16"] = "bf16"
     gradient_checkpointing: bool = True
     trust_remote_code: bool = False
@@ -61,12 +61,12 @@ class Data:
 
 @dataclass(frozen=True)
 class Rollout:
-    num_questions: int = 512  # questions a step, over all processes
-    group_size: int = 5  # episodes a question
+    num_questions: int = 512  # questions per step, over all processes
+    group_size: int = 5  # episodes per question
     # Turns that may search; a last turn without search follows
     max_turns: int = 3
     max_prompt_tokens: int = 2048
-    max_new_tokens: int = 500  # a turn
+    max_new_tokens: int = 500  # per turn
     max_observation_tokens: int = 500
     # Prompt, actions and observations together
     max_episode_tokens: int = 4096
@@ -158,9 +158,9 @@ class Retriever:
     # A query that finds nothing drops its question's group | shows an empty block, as in Search-R1;
     # evaluation always shows it
     empty_results: Literal["drop", "show"] = "drop"
-    # File that receives every query and its passages
+    # File to which every query and its passages are written
     record: str | None = None
-    # Such a file, which answers queries in place of a server or an index
+    # Such a file, from which queries are answered in place of a server or an index
     replay: str | None = None
     # The following are read by retriever_server.py, and by this process where url is null.
     # Folder made by `python -m lld.retrieval build`, or a FAISS file
@@ -179,7 +179,7 @@ class Retriever:
     # jsonl or parquet of questions whose answers backend oracle finds
     oracle_questions: str | None = None
     device: Literal["auto", "cpu"] = "auto"  # auto: all GPUs, if there are any
-    # Refuse an index that needs more; null: more than is free
+    # Refuse an index that needs more memory than this; null: more than is free
     max_memory_gb: float | None = None
 
 
@@ -224,7 +224,7 @@ class Plan:
 
     # Processes, one on each GPU; null: as many as the launcher started
     gpus: int | None = None
-    # Of one GPU, 10^9 bytes; null: that of the GPU here
+    # Memory of one GPU in 10^9 bytes; null: that of the GPU here
     gpu_memory_gb: float | None = None
     # Whether weights, gradients and optimizer are sharded over GPUs; launcher: as accelerate is configured
     shard: Literal["launcher", "fsdp", "none"] = "launcher"

@@ -1,4 +1,4 @@
-"""Questions: Search-R1 parquet, FlashRAG jsonl, hub names; which ones belong to step s."""
+"""Questions from Search-R1 parquet, FlashRAG jsonl or the hub, and which of them belong to a step."""
 
 import difflib
 import hashlib
@@ -64,8 +64,8 @@ def _hub_rows(where: str, splits: Sequence[str]) -> Iterator[tuple[str, dict]]:
     owner, name, *config = where.split("/")
     repository, config = f"{owner}/{name}", config[0] if config else None
     try:
-        # All splits: naming one would load them all the same, and listing them first fails offline even if
-        # all is cached.
+        # Loads all splits: naming one would also load all of them, and listing them first fails offline even
+        # if everything is cached.
         dataset = datasets.load_dataset(repository, config)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
@@ -202,8 +202,7 @@ def _open_rows(where: str, splits: Sequence[str]) -> tuple[Iterator[tuple[str, d
 def load_questions(
     where: str, *, split: str = "train", sources: Sequence[str] = (), source: str | None = None
 ) -> list[Question]:
-    """The questions of a Search-R1 parquet or FlashRAG jsonl file, of a folder of such files, or of a data
-    set on the hub.
+    """The questions of a Search-R1 parquet or FlashRAG jsonl file, a folder of such files, or a hub data set.
 
     `split` picks the file of a folder (`train.jsonl`) or the split of a hub set; "test" falls back to "dev",
     then "train" (FlashRAG's and Search-R1's choice of evaluation split). A single file is read whole. A hub
@@ -211,9 +210,9 @@ def load_questions(
     source of rows that carry none (if None: the hub config, the file's stem, or its folder if the stem is a
     split: nq/test.jsonl is of "nq").
 
-    Ids are 'source/id': FlashRAG's "test_0" and Search-R1's extra_info.index start anew in every source, by
-    which Search-R1 puts two questions into one GRPO group. Raises ValueError, with file and line, for
-    anything that cannot be read or scored.
+    Ids are 'source/id': FlashRAG's "test_0" and Search-R1's extra_info.index start anew in every source (in
+    Search-R1 two such questions share one GRPO group). Raises ValueError, with file and line, for anything
+    that cannot be read or scored.
     """
     rows, default_source = _open_rows(where, ("test", "dev", "train") if split == "test" else (split,))
     questions, places = [], {}
@@ -238,8 +237,10 @@ def load_questions(
 
 
 def _epoch_order(size: int, seed: int, epoch: int) -> torch.Tensor:
-    """(size,) permutation of one epoch; hashed, since torch's CPU generator reads only the low 32 bits of a
-    seed."""
+    """(size,) permutation of one epoch.
+
+    Its seed is hashed, because torch's CPU generator reads only the low 32 bits.
+    """
     digest = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()
     return torch.randperm(size, generator=torch.Generator().manual_seed(int.from_bytes(digest[:4], "big")))
 
@@ -247,12 +248,11 @@ def _epoch_order(size: int, seed: int, epoch: int) -> torch.Tensor:
 def questions_of_step(
     questions: Sequence[Question], step: int, num_questions: int, seed: int
 ) -> list[Question]:
-    """The questions of one step, a pure function of (seed, step): items [step*P, (step+1)*P) of an endless
-    stream.
+    """The questions of one step, a pure function of (seed, step).
 
-    The stream is epoch after epoch, each a fresh permutation of all questions. A step may cross from one
-    epoch to the next and then may hold a question twice: a group is a position in the step, not a question
-    id. P = `num_questions`.
+    They are items [step*P, (step+1)*P), with P = `num_questions`, of an endless stream of epochs, each a
+    fresh permutation of all questions. A step may cross from one epoch to the next and then may hold a
+    question twice: a group is a position in the step, not a question id.
     """
     assert questions and step >= 0 and num_questions > 0
     size, first, last = len(questions), step * num_questions, (step + 1) * num_questions

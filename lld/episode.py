@@ -1,4 +1,4 @@
-"""What flows: `Episode`, between talking and learning, and `Batch`, between Python and tensors."""
+"""The data that rollout and update exchange: `Episode`, in Python types, and `Batch`, as tensors."""
 
 from dataclasses import dataclass, field
 
@@ -26,7 +26,7 @@ class Question:
 class Turn:
     """One action and its observation. Offsets count from the first token after the prompt."""
 
-    # Tokens [start, end) are the model's, [end, observation_end) the observation (none after the last action)
+    # Tokens [start, end) are the model's; [end, observation_end) are the observation, if any
     start: int
     end: int
     observation_end: int
@@ -34,7 +34,7 @@ class Turn:
     content: str  # the query or the answer
     stop: str  # why the sampler stopped: "stop_string", "eos" or "length" (the turn's budget)
     tag_start: int  # first token of "<search>" or "<answer>"; `end` for an invalid action
-    # Of a search that was carried out, which one in the last turn is not:
+    # Set only for a search that was carried out; one in the last turn is not.
     passages: tuple[Passage, ...] = ()
     num_cut_passages: int = 0
     searched: bool = False
@@ -47,7 +47,7 @@ class Turn:
 
 @dataclass
 class Episode:
-    """One conversation, token for token as it happened; nothing in it is ever decoded and encoded again.
+    """One conversation as token ids, exactly as read and sampled; they are never decoded and re-encoded.
 
     `token_ids`, `action_ids` and `logprobs` have equal length and exclude the prompt. `action_ids[t]` is 0
     for a token the model did not write and k for a token of its k-th action. `logprobs[t]` is under the
@@ -82,7 +82,7 @@ class Episode:
     def num_searches(self) -> int:
         """Valid searches that were carried out.
 
-        Search-R1 also counts those of the last turn, which are not.
+        Search-R1 also counts searches in the last turn, which are not carried out.
         """
         return sum(turn.searched for turn in self.turns)
 
@@ -97,9 +97,8 @@ class Batch:
 
     token_ids_BT: torch.Tensor
     action_ids_BT: torch.Tensor  # 0 on prompt, observations and padding
-    part_ids_BT: (
-        torch.Tensor
-    )  # a value of PART_IDS on the model's tokens, else 0; tags belong to their action
+    # A value of PART_IDS on the model's tokens, else 0; tags belong to their action
+    part_ids_BT: torch.Tensor
     sampled_logprobs_BT: torch.Tensor
     advantages_B: torch.Tensor
     lengths_B: torch.Tensor  # tokens of prompt and response
@@ -120,9 +119,9 @@ class Batch:
 
 
 def collate(episodes: list[Episode], advantages_PG: torch.Tensor, pad_id: int) -> Batch:
-    """Episodes, in the order of `advantages_PG` read row by row, as one right-padded batch.
+    """`episodes`, in the row-major order of `advantages_PG`, as one right-padded batch.
 
-    Causal attention never looks right, so right padding needs no attention mask.
+    Causal attention never reaches padding on the right, so no attention mask is needed.
     """
     B, T = len(episodes), max(len(e.prompt_ids) + len(e.token_ids) for e in episodes)
     assert advantages_PG.numel() == B

@@ -1,7 +1,7 @@
 """Held-out questions -> scores and saved trajectories.
 
-One episode a question, every question scored, evaluation's own sampling settings (Search-R1 drops the last
-partial batch and, by losing a flag on the way, samples its validation at temperature 1).
+One episode per question, every question scored, with evaluation's own sampling settings. (Search-R1 drops the
+last partial batch and, because a flag is lost, samples its validation at temperature 1.)
 """
 
 from collections.abc import Callable, Sequence
@@ -36,12 +36,12 @@ def evaluate_questions(
     progress: Callable[[int], None] | None = None,
     accelerator: Accelerator | None = None,
 ) -> list[dict]:
-    """Plays one episode a question; returns a record of each (`episode_record`), in the order of `questions`.
+    """Plays one episode per question; returns their records (`episode_record`) in the order of `questions`.
 
     The engine has the sampling settings; turns come from `eval`, token budgets from `rollout`. With an
     accelerator process r of R plays questions r, r + R, …; every process must call, and gets all records.
-    Raises RetrieverError or whatever else ended the rollout (tools.Unplayed), on all processes if on one: the
-    others would wait for ever for its records.
+    Raises RetrieverError or whatever else ended the rollout (tools.Unplayed), on all processes if on one:
+    otherwise the others would block, waiting for its records.
     """
     rank, num_processes = 0, 1
     if accelerator is not None:
@@ -116,10 +116,10 @@ def episode_record(tokenizer, episode: Episode) -> dict:
 
 
 def summarize(records: Sequence[dict]) -> dict[str, float]:
-    """Means over questions, and valid actions over actions; "gold_in_results" is absent where no question
-    admits it.
+    """Means over questions, and valid actions over actions.
 
-    The names are those of `eval/<benchmark>/…` in metrics.jsonl and in the table of eval.py.
+    "gold_in_results" is absent where it is undefined for every question. The names are those of
+    `eval/<benchmark>/…` in metrics.jsonl and in the table of eval.py.
     """
     assert records, "no records to summarize"
 
@@ -142,8 +142,10 @@ def summarize(records: Sequence[dict]) -> dict[str, float]:
 
 
 def bootstrap_means(values: Sequence[float], *, num_resamples: int = 2000, seed: int = 0) -> torch.Tensor:
-    """(num_resamples,) float64 means of samples of N out of the N `values`, one a question, with replacement
-    (Efron & Tibshirani 1993, ch. 13)."""
+    """(num_resamples,) float64 bootstrap means of `values`, one value per question.
+
+    Each is the mean of N of the N values, drawn with replacement (Efron & Tibshirani 1993, ch. 13).
+    """
     values_N = torch.as_tensor(values, dtype=torch.float64)
     N = len(values_N)
     assert N > 0 and num_resamples > 0
@@ -157,9 +159,9 @@ def bootstrap_means(values: Sequence[float], *, num_resamples: int = 2000, seed:
 
 
 def percentile_interval(means: torch.Tensor, level: float = 0.95) -> tuple[float, float]:
-    """The central `level` of bootstrap means.
+    """The interval that holds the central `level` of bootstrap means.
 
-    It says how far another draw of questions could move the figure, not how far another training seed could.
+    It covers the variation due to the choice of questions, not that due to the training seed.
     """
     assert 0 < level < 1
     low, high = means.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=means.dtype)).tolist()
@@ -167,8 +169,7 @@ def percentile_interval(means: torch.Tensor, level: float = 0.95) -> tuple[float
 
 
 def paper_averages(em_by_benchmark: dict) -> dict:
-    """GenAvg, MHAvg and Avg of the paper's tables, each the plain mean over its benchmarks; None where one is
-    missing."""
+    """GenAvg, MHAvg and Avg of the paper's tables: plain means, None where a benchmark is missing."""
     return {
         name: sum(em_by_benchmark[member] for member in members) / len(members)
         if all(member in em_by_benchmark for member in members)

@@ -1,6 +1,6 @@
 """Surrogates, KL, LLDS and its gates as pure tensor functions: (B, T) terms to be minimised, unreduced.
 
-Reduction is the caller's: sequence mean (paper, Eq. 1) or token mean (official code), over the tokens of the
+The caller reduces them: sequence mean (paper, Eq. 1) or token mean (official code), over the tokens of the
 whole optimizer step. "Paper" is arXiv 2512.04220v2, "official code"
 vengdeng/LLDS-On-Group-Relative-Policy-Optimization-Collapse-in-Search-R1.
 """
@@ -33,8 +33,9 @@ def surrogate_terms(
 
     "grpo" (paper, Eq. 1): r = exp(log pi - log pi_old) of each token. "gspo" (arXiv 2507.18071 in its token
     form, as the official code has it): r = exp(log pi - sg(log pi) + sg(mean log-ratio of the row)), whose
-    value is one for the row and whose gradient is each token's. `mask_BT` is true (or non-zero) on tokens the
-    model wrote; log-probabilities elsewhere may be anything, NaN included. Log-ratios are clamped to ±20.
+    value is the same for the whole row and whose gradient is each token's own. `mask_BT` is true (or
+    non-zero) on tokens the model wrote; log-probabilities elsewhere may be anything, NaN included. Log-ratios
+    are clamped to ±20.
     """
     assert (
         advantages_B.shape == logprobs_BT.shape[:1]
@@ -60,23 +61,23 @@ def kl_terms(logprobs_BT: torch.Tensor, ref_logprobs_BT: torch.Tensor) -> torch.
     """(B, T) estimates of KL(pi || pi_ref): k3 = exp(d) - d - 1, d = log pi_ref - log pi, clamped to ±10.
 
     verl's "low_var_kl". As in the official code a clamped token (d > 2.6 or d < -11) has no gradient. Not
-    masked: that is the caller's.
+    masked: the caller does that.
     """
-    # Clamping d changes neither value nor gradient (k3 is clamped long before); it keeps exp from
-    # overflowing, since 0 * inf = NaN.
+    # Clamping d changes neither value nor gradient (k3 is clamped much earlier). It keeps exp from
+    # overflowing: 0 * inf = NaN.
     log_ratio_BT = (ref_logprobs_BT.detach() - logprobs_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return (log_ratio_BT.exp() - log_ratio_BT - 1).clamp(-10.0, 10.0)
 
 
 def token_gate(delta_BT: torch.Tensor, action_ids_BT: torch.Tensor) -> torch.Tensor:
-    """The token's own fall is positive (Eq. 9)."""
+    """The token's own likelihood fell (Eq. 9)."""
     return delta_BT > 0
 
 
 def action_gate(delta_BT: torch.Tensor, action_ids_BT: torch.Tensor) -> torch.Tensor:
     """The signed falls of the tokens of the token's action add up to more than zero (Eq. 4)."""
     B, T = delta_BT.shape
-    # One column an action and one for id 0. T + 1 suffice and need no max() on the host.
+    # One column per action and one for id 0. T + 1 always suffice and need no max() on the host.
     sums_BK = delta_BT.new_zeros(B, T + 1).scatter_add(1, action_ids_BT.long(), delta_BT)
     return sums_BK.gather(1, action_ids_BT.long()) > 0
 
@@ -133,7 +134,7 @@ def lld_terms(
 
     `tolerance` is in nats a token (ours; the paper has none). It is subtracted from every fall, also in the
     gates: that of an action or a response opens where its falls add up to more than tolerance times the
-    number of its tokens. Weights, lambda and the normaliser are the caller's. `action_ids_BT` as for
+    number of its tokens. The caller applies weights, lambda and the normaliser. `action_ids_BT` as for
     `lld_gate`.
     """
     assert (
@@ -142,7 +143,7 @@ def lld_terms(
     )
     delta_BT = old_logprobs_BT.detach() - logprobs_BT - tolerance
     open_BT = lld_gate(delta_BT, action_ids_BT, gate) & preserved_rows(advantages_B, preserve)[:, None]
-    # relu, not maximum or clamp: at a tie, which every token is right after a rollout, its gradient is 0.
+    # relu, not maximum or clamp: at a tie, as for every token right after a rollout, its gradient is 0.
     return torch.where(open_BT, torch.relu(delta_BT), 0.0)
 
 

@@ -25,7 +25,7 @@ class Policy(nn.Module):
         for those, in slices that are recomputed in the backward pass. In float32; float64 for such a model.
         """
         head, embeddings = self.lm.get_output_embeddings(), self.lm.get_input_embeddings()
-        # In half precision the gradient's sum over a frequent token would lose most of its terms.
+        # In half precision, summing the gradient of a frequent token would lose most of the terms.
         is_whole = head.weight.dtype in (torch.float32, torch.float64)
         is_tied = head.weight is embeddings.weight and head.bias is None
         tied = [] if is_whole and is_tied and type(embeddings) is nn.Embedding else None
@@ -37,12 +37,12 @@ class Policy(nn.Module):
     def states(self, token_ids_BT, scored_BT, tied: list | None = None):
         """The last hidden states (N, C) that predict the scored tokens, and these tokens (N,), row by row.
 
-        Rows are packed into one: padding, and whatever follows a row's last scored token, is not computed.
+        Rows are packed into one sequence; padding and tokens after a row's last scored one are not computed.
         `tied`: see `TiedEmbedding`.
         """
         position_T = torch.arange(token_ids_BT.shape[1], device=token_ids_BT.device)
         lengths_B = (scored_BT * position_T).amax(1)  # the last scored token is predicted, not read
-        # A process without tokens must still take part in the backward pass
+        # An empty micro-batch reads one token: its process must take part in the backward pass
         lengths_B[0] = lengths_B[0].clamp(min=1)
         read_BT = position_T < lengths_B[:, None]
         embeddings, tokens_1N = self.lm.get_input_embeddings(), token_ids_BT[read_BT][None]

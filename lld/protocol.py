@@ -17,8 +17,8 @@ TAG_OF_KIND = {kind: tag for tag, kind in ACTION_TAGS.items()}
 TAGS = ("think", "information", *ACTION_TAGS)
 STOP_STRINGS = tuple(f"</{tag}>" for tag in ACTION_TAGS)
 
-# Parts of a response: a part's id in `Batch.part_ids_BT` and in files is its place here, from 1. Ids 1 to 3
-# are those of every run with the search tool alone; further tools follow.
+# Parts of a response. A part's id, in `Batch.part_ids_BT` and in files, is its position here, counted from 1.
+# Further tools are appended, so ids 1 to 3 never change.
 PARTS = ("think", "search", "answer", *(kind for kind in TOOLS if kind != "search"))
 PART_IDS = {part: number for number, part in enumerate(PARTS, start=1)}
 
@@ -38,12 +38,12 @@ INVALID_ACTION = (
 OBSERVATION_HEAD = "\n\n<information>"
 OBSERVATION_TAIL = "</information>\n\n"
 
-# The protocol's own sentences, quoted by a model, look like searches. Search-R1 searches for "and".
+# Queries that arise when a model quotes the protocol's own sentences. Search-R1 searches for "and".
 QUOTED_SEARCHES = ("and", "query")
 
-# Characters of a result that are read for each token of the budget; ordinary text has 2 to 5.
+# Characters of a result that are kept per token of the budget; ordinary text has 2 to 5 per token.
 CHARS_PER_TOKEN = 16
-MIN_PASSAGE_CHARS = 8192  # are read whatever the budget
+MIN_PASSAGE_CHARS = 8192  # kept whatever the budget
 
 # Two `\s*` side by side around an optional `/` would take quadratic time on white space.
 _TAG = re.compile(rf"<\s*(/\s*)?({'|'.join(TAGS)})\s*>", re.IGNORECASE)
@@ -53,7 +53,7 @@ _BRACKETS = str.maketrans("<>[]", "()()")
 
 @dataclass(frozen=True)
 class Action:
-    """What one turn asked for."""
+    """The action of one turn."""
 
     kind: str  # a key of TOOLS, "answer" or "invalid"
     content: str = ""  # the query or the answer, stripped
@@ -86,11 +86,10 @@ def encode_prompt(tokenizer, question: str) -> list[int]:
 def parse_action(text: str, specials: re.Pattern | None = None) -> Action:
     """The action in one turn's text, which the sampler has stopped at the first closing tag.
 
-    The first closing tag decides the kind; the content begins at the nearest opening tag before it. What
-    `specials` matches is removed from the content (Search-R1 decodes without special tokens). An empty query,
-    or a quotation of the protocol's own sentence ("<search> and </search>"), is invalid: Search-R1 sends both
-    to the retriever. An empty or quoted answer is an answer, as in Search-R1: it ends the episode, and is
-    wrong.
+    The first closing tag decides the kind; the content begins at the nearest opening tag before it. Matches
+    of `specials` are removed from the content (Search-R1 decodes without special tokens). An empty query, or
+    a quotation of the protocol's own sentence ("<search> and </search>"), is invalid: Search-R1 sends both to
+    the retriever. An empty or quoted answer is an answer, as in Search-R1: it ends the episode, and is wrong.
     """
     ends = [(text.find(f"</{tag}>"), tag) for tag in ACTION_TAGS if f"</{tag}>" in text]
     if not ends:
@@ -124,12 +123,11 @@ def is_blank(text: str) -> bool:
 
 
 def control_tokens(tokenizer, added: bool = True) -> re.Pattern:
-    """A pattern that matches the text of every special token (also those without a role: Llama 3's
-    `<|eot_id|>`).
+    """A pattern that matches the text of every special token, with or without a role.
 
-    With `added`, it also matches every added token that is spelled like one (Qwen's `<tool_call>`,
-    `<|fim_pad|>`). Other added tokens are text (words, runs of spaces), and so are the protocol's own tags,
-    which a user may have added.
+    Llama 3's `<|eot_id|>` is one without a role. With `added`, it also matches every added token that is
+    spelled like one (Qwen's `<tool_call>`, `<|fim_pad|>`). Other added tokens are text (words, runs of
+    spaces), and so are the protocol's own tags, which a user may have added.
     """
     known = [
         token
@@ -137,7 +135,7 @@ def control_tokens(tokenizer, added: bool = True) -> re.Pattern:
         if token.special or (added and _MARKUP.fullmatch(str(token).strip()))
     ]
     texts = {*tokenizer.all_special_tokens, *map(str, known)}
-    # The tokenizer looks for some of them in normalized text, after normalizing them too.
+    # The tokenizer normalizes some of these tokens and looks for them in normalized text.
     if normalizer := _normalizer(tokenizer):
         texts |= {normalizer.normalize_str(str(token)) for token in known if token.normalized}
     longest_first = sorted(
@@ -167,8 +165,10 @@ def _normalizer(tokenizer):
 
 
 def _as_text(text: str, tokenizer, clean: Callable[[str], str]) -> str:
-    """`clean(text)`, applied again where the tokenizer's normalizer (NFKC, lower case) would create a tag or
-    a control token."""
+    """`clean(text)`, also safe after the tokenizer's normalizer.
+
+    `clean` is applied again where the normalizer (NFKC, lower case) would create a tag or a control token.
+    """
     text, normalizer = clean(text), _normalizer(tokenizer)
     if normalizer is None:
         return text
@@ -182,9 +182,9 @@ def result_text(kind: str, result: Passage | str, rank: int) -> str:
 
 
 def shorten(result: Passage | str, max_tokens: int) -> Passage | str:
-    """`result` without the text that an observation of `max_tokens` could not show.
+    """`result` cut to the length that an observation of `max_tokens` could show.
 
-    So that megabytes are neither parsed nor encoded.
+    Keeps megabytes of text from being parsed and encoded.
     """
     limit = max(CHARS_PER_TOKEN * max_tokens, MIN_PASSAGE_CHARS)
     if isinstance(result, str):
@@ -198,9 +198,9 @@ def render_observation(
     """Token ids of a tool's results in an <information> block, and how many results were cut.
 
     '\\n\\n<information>Doc 1(Title: …) …</information>\\n\\n' has at most `max_tokens` tokens. Every result
-    gets an equal share of the budget and what shorter ones leave goes to the longer ones, so that all are
-    seen and the block always closes. (Search-R1 cuts the joined block at 500 ids: the last passages and the
-    closing tag are lost.) No results give an empty block. Raises ValueError if the budget cannot hold the
+    gets an equal share of the budget, and tokens that shorter results leave go to longer ones. So all results
+    are seen and the block always closes. (Search-R1 cuts the joined block at 500 ids: the last passages and
+    the closing tag are lost.) No results give an empty block. Raises ValueError if the budget cannot hold the
     empty block.
     """
 
@@ -237,7 +237,10 @@ def render_observation(
 
 
 def _share_room(pieces: list[list[int]], room: int) -> list[list[int]]:
-    """The pieces cut to `room` tokens together: equal shares, and what shorter ones leave for the longer."""
+    """The pieces, cut to `room` tokens in total.
+
+    Each gets an equal share; what shorter pieces leave goes to longer ones.
+    """
     kept = list(pieces)
     for waiting, index in enumerate(sorted(range(len(pieces)), key=lambda i: len(pieces[i]))):
         share = room // (len(pieces) - waiting)
@@ -247,15 +250,16 @@ def _share_room(pieces: list[list[int]], room: int) -> list[list[int]]:
 
 
 def check_observation_budget(tokenizer, topk: int, max_tokens: int) -> None:
-    """Raises ValueError, before any search, where `max_tokens` cannot hold a block of `topk` long
-    passages."""
+    """Raises ValueError where `max_tokens` cannot hold a block of `topk` long passages."""
     long = Passage("", '"Title"\n' + "word " * max_tokens)
     render_observation(tokenizer, [long] * topk, max_tokens)
 
 
 def eos_ids(lm, tokenizer) -> tuple[int, ...]:
-    """Every id that ends a turn: the tokenizer's EOS, the generation config's, and the chat format's end of
-    turn."""
+    """Every id that ends a turn.
+
+    The EOS of the tokenizer and of the generation config, and the chat template's end-of-turn token.
+    """
     configured = lm.generation_config.eos_token_id
     ids = {tokenizer.eos_token_id, *(configured if isinstance(configured, (list, tuple)) else [configured])}
     if tokenizer.chat_template is not None:

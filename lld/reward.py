@@ -21,10 +21,10 @@ _INFORMATION = re.compile(r"\s*<information>(.*)</information>\s*", re.DOTALL)
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, no ASCII punctuation, no articles, single spaces (SQuAD's and Search-R1's normalisation, in
-    this order).
+    """Lower case, no ASCII punctuation, no articles, single spaces, applied in this order.
 
-    Punctuation vanishes without leaving a space, and other scripts' punctuation stays, as there.
+    SQuAD's and Search-R1's normalisation: punctuation is removed without leaving a space, and other scripts'
+    punctuation stays.
     """
     text = text.lower().translate(_PUNCTUATION)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
@@ -36,11 +36,10 @@ def exact_match(prediction: str, golden_answers: Sequence[str]) -> float:
 
 
 def cover_exact_match(prediction: str, golden_answers: Sequence[str]) -> float:
-    """1.0 if a normalised gold answer is a substring of the normalised prediction, else 0.0 (Search-R1's
-    `subem_check`, FlashRAG's sub-EM).
+    """1.0 if a normalised gold answer is a substring of the normalised prediction, else 0.0.
 
-    A gold answer of which normalisation leaves nothing ("The") covers nothing; in both of those it covers
-    every prediction.
+    Search-R1's `subem_check` and FlashRAG's sub-EM, with one difference: a gold answer that normalises to
+    nothing ("The") matches nothing here and every prediction there.
     """
     prediction = normalize_answer(prediction)
     return float(any(gold in prediction for gold in map(normalize_answer, golden_answers) if gold))
@@ -49,8 +48,9 @@ def cover_exact_match(prediction: str, golden_answers: Sequence[str]) -> float:
 def token_f1(prediction: str, golden_answers: Sequence[str]) -> float:
     """The best F1 of the normalised prediction's words with those of a gold answer, in [0, 1] (SQuAD).
 
-    Without HotpotQA's special case that gives "yes", "no" and "noanswer" nothing for a partial match: one
-    definition for all benchmarks. Where either side has no words left, 1.0 if both have none, else 0.0.
+    HotpotQA's special case (no credit for a partial match with "yes", "no" or "noanswer") is left out, so
+    that all benchmarks share one definition. Where both sides have no words left the score is 1.0, where only
+    one has none 0.0.
     """
     predicted = Counter(normalize_answer(prediction).split())
     best = 0.0
@@ -84,8 +84,10 @@ def valid_format(turn_texts: Sequence[str], observations: Sequence[str], *, eos:
 
 
 def retrieval_correct(observations: Sequence[str], golden_answers: Sequence[str]) -> bool:
-    """Whether an information block contains a normalised gold answer (Search-R1 v0.3's
-    `is_retrieval_correct`)."""
+    """Whether an information block contains a normalised gold answer.
+
+    Search-R1 v0.3's `is_retrieval_correct`.
+    """
     blocks = [block[1] for observation in observations if (block := _INFORMATION.fullmatch(observation))]
     return any(cover_exact_match(block, golden_answers) for block in blocks)
 
@@ -99,8 +101,9 @@ def format_score(
     *,
     eos: str = "",
 ) -> float:
-    """Search-R1 v0.3's reward of answer and format (`qa_em_format.compute_score_em`); arguments as for
-    `score_text`.
+    """Search-R1 v0.3's reward of answer and format.
+
+    Its `qa_em_format.compute_score_em`; arguments as for `score_text`.
 
     | answer | valid format                              | invalid format             |
     |--------|-------------------------------------------|----------------------------|
@@ -167,10 +170,10 @@ def score_episodes(episodes: list[Episode], tokenizer, cfg: Reward) -> list[floa
 
 
 def gold_in_results(golden_answers: Sequence[str], contents: Sequence[str]) -> bool | None:
-    """Whether a normalised gold answer stands, as whole words, in one of the retrieved passages.
+    """Whether a normalised gold answer occurs, as whole words, in one of the retrieved passages.
 
-    None where every gold answer is "yes", "no" or empty once normalised: such an answer is not found but
-    concluded.
+    None where every gold answer is "yes", "no" or empty once normalised: such an answer is inferred, not
+    quoted from a passage.
     """
     golds = [gold for gold in map(normalize_answer, golden_answers) if gold not in ("", "yes", "no")]
     if not golds:

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 class Budgets:
     """How long an episode may become, in turns and tokens (the options of the same names in `rollout`)."""
 
-    max_turns: int  # that may use a tool; one more may only answer
-    max_new_tokens: int  # written in a turn
-    max_observation_tokens: int  # read after a turn
+    max_turns: int  # turns that may use a tool; one more turn may only answer
+    max_new_tokens: int  # written per turn
+    max_observation_tokens: int  # read after each turn
     max_episode_tokens: int  # prompt, actions and observations together
 
     @classmethod
@@ -73,7 +73,7 @@ def check_prompts(tokenizer, questions: list[Question], max_prompt_tokens: int) 
     """
     frame = len(protocol.encode_prompt(tokenizer, ""))
     for question in questions:
-        # Skip the encoding where it cannot be too long: every token holds at least one byte.
+        # Every token holds at least one byte, so a text this short need not be encoded.
         if frame + len(question.text.encode()) <= max_prompt_tokens:
             continue
         length = len(protocol.encode_prompt(tokenizer, question.text))
@@ -100,18 +100,19 @@ def rollout(
     overlap_search: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> list[Episode]:
-    """Plays `num_samples` episodes a question; returns them question by question.
+    """Plays `num_samples` episodes per question; returns them question by question.
 
     `repeats[i]` says how often question i was asked earlier in this step: a question asked twice gets new
     seeds. `progress` is called with 1 whenever an episode ends.
 
     Queries of several episodes are sent together. With `overlap_search` they run in threads while other slots
-    decode, so the order of events depends on the clock; without, the loop waits and a seed repeats every bit.
+    decode, and the order of events depends on timing. Without it the loop waits for each call, and a seed
+    reproduces every bit.
 
-    A failed search never becomes text: its episodes end with `failure` set, and the RetrieverError is raised
-    once more than `max_failed_groups` questions have such episodes. A query without results is shown as an
-    empty block where `empty_results` is "show"; with "drop" only its own episode ends, with `failure` set and
-    the stop reason "empty_search", which `max_failed_groups` does not count.
+    A failed search is never shown to the model: its episodes end with `failure` set, and the RetrieverError
+    is raised once more than `max_failed_groups` questions have such episodes. A query without results is
+    shown as an empty block where `empty_results` is "show"; with "drop" only its own episode ends, with
+    `failure` set and the stop reason "empty_search", which `max_failed_groups` does not count.
     """
     talk = _Conversation(engine, tokenizer, search, budgets, max_failed_groups, empty_results, progress)
     for index, question in enumerate(questions):
@@ -122,8 +123,8 @@ def rollout(
         while engine.busy or talk.asking or pending:
             for stopped in engine.step() if engine.busy else ():
                 talk.hear(stopped)
-            # Many small prefills cost more than one: without overlap, wait until the waiting episodes are a
-            # quarter of the running ones.
+            # Many small prefills cost more than one large one: without overlap, queries wait until their
+            # episodes are a quarter of the running ones.
             ready = overlap_search or 4 * len(talk.asking) >= engine.num_running
             for keys, call in talk.take_calls() if ready else ():
                 if overlap_search:
@@ -153,11 +154,11 @@ class _Conversation:
         self.specials = protocol.control_tokens(tokenizer, added=False)
         self.invalid_ids = tokenizer.encode(protocol.INVALID_ACTION, add_special_tokens=False)
         self.episodes: dict[tuple, Episode] = {}
-        # (key, kind of tool, query) that were not sent yet
+        # (key, kind of tool, query) of calls not made yet
         self.asking: list[tuple[tuple, str, str]] = []
 
     def begin(self, index: int, question: Question, seeds: list[int]) -> None:
-        """Starts the episodes of a question, one a seed."""
+        """Starts the episodes of a question, one per seed."""
         prompt_ids = protocol.encode_prompt(self.tokenizer, question.text)
         for sample in range(len(seeds)):
             self.episodes[index, sample] = Episode(question, sample, prompt_ids)
@@ -165,7 +166,7 @@ class _Conversation:
         self.engine.add(index, prompt_ids, seeds, min(self.budgets.max_new_tokens, room))
 
     def hear(self, stopped: Stopped) -> None:
-        """Records a turn as soon as it was sampled, and decides what happens next."""
+        """Records a sampled turn; ends the episode, sends the corrective message or queues a call."""
         episode = self.episodes[stopped.key]
         text = self.tokenizer.decode(
             stopped.token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -193,7 +194,7 @@ class _Conversation:
             raise ValueError(f"no tool for an action of kind {action.kind!r}: add it to lld.tools.TOOLS")
 
     def take_calls(self) -> list[tuple[list[tuple], Callable[[], list[list]]]]:
-        """The waiting queries as one call for each tool: keys of the episodes, and the call itself."""
+        """Empties the queue of queries; returns one call per tool, with the keys of its episodes."""
         calls = []
         for kind, tool in TOOLS.items():
             asked = [(key, query) for key, kind_asked, query in self.asking if kind_asked == kind]

@@ -75,7 +75,7 @@ AT_MOST = {"run.seed": MAX_SEED, "tinyworld.seed": MAX_SEED, "run.watchdog_s": 1
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """ "did you mean 'x'?" where one of `names` is similar to `name`, else the list of them."""
+    """The hint "did you mean 'x'?" where one of `names` is similar to `name`, else the list of them."""
     close = difflib.get_close_matches(name, list(names), n=1)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(names))}"
 
@@ -275,7 +275,7 @@ def check_monitor(cfg: Config) -> None:
 
 
 def check_retriever(cfg: Config) -> None:
-    """Options of the retriever; also called when an index folder has told which backend it is for."""
+    """Options of the retriever; also called when an index folder has named its backend."""
     options = cfg.retriever
     backend = f"retriever.backend = {options.backend!r}"
     refuse_unread(cfg, ["retriever.replicas"], options.url is None, "retriever.url = null")

@@ -43,8 +43,8 @@ RESUMABLE = (
 )
 
 # Every option that holds text is in one of the next three lists (a test checks it). A file that is read back,
-# from a run or a crash box that may be somebody else's, may name neither code nor a place to write; whether
-# it may name what is read is up to the caller.
+# from a run or a crash box that may be somebody else's, cannot set code to load or places to write. The
+# caller decides whether it may set what is read.
 CODE_AND_WRITES = (
     "run.dir",
     "run.trackers",
@@ -175,9 +175,9 @@ def _refuse_nul(cfg: Config) -> None:
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """YAML without aliases, a few lines of which may expand to gigabytes, and without repeated names.
+    """A YAML loader that refuses aliases, a few of which may expand to gigabytes, and repeated names.
 
-    Of two sections `loss:` PyYAML would drop the first and say nothing.
+    Of two sections `loss:` PyYAML would silently drop the first.
     """
 
     def compose_node(self, parent, index):

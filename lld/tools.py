@@ -1,8 +1,8 @@
-"""The agent's tools, as a table, and how a tool fails.
+"""The table of the agent's tools, and the errors of a tool that fails.
 
 A search that fails raises `RetrieverError` after bounded retries within a deadline. It never becomes an empty
 passage, which the policy would learn from: the rollout marks the episodes, and their groups are dropped. An
-empty list is an answer: nothing was found (`retriever.empty_results`).
+empty list is a valid reply: nothing was found (`retriever.empty_results`).
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ class Passage:
     score: float = 0.0
 
 
-# Queries in, the passages found for each out.
+# Maps queries to the passages found for each.
 Search = Callable[[list[str]], list[list[Passage]]]
 
 
@@ -55,22 +55,22 @@ TOOLS = {
 
 
 class Unplayed(RuntimeError):
-    """A rollout or an evaluation that could not be played to its end; nothing was trained on it."""
+    """A rollout or an evaluation that could not be completed; nothing was trained on it."""
 
 
 class RetrieverError(Unplayed):
-    """The retriever did not answer as it must.
+    """The retriever gave no valid reply.
 
     The message names its url, the number of attempts, the last reason and the remedy.
     """
 
 
 class Unreachable(RetrieverError):
-    """No connection, or one that broke."""
+    """The connection failed or broke off."""
 
 
 class TimedOut(RetrieverError):
-    """No whole reply in time."""
+    """No complete reply before the timeout."""
 
 
 class ServerFault(RetrieverError):
@@ -78,7 +78,7 @@ class ServerFault(RetrieverError):
 
 
 class Malformed(RetrieverError):
-    """A reply that is not one list of passages, which may be empty, for every query."""
+    """A reply without exactly one list of passages, possibly empty, for every query."""
 
 
 class Refused(RetrieverError):

@@ -1,8 +1,8 @@
 """Batch -> optimizer steps.
 
-Every process holds the whole batch and computes the same plan, so all denominators are known without
-communication and count all micro-batches and processes of an optimizer step: neither the micro-batch size nor
-the number of processes changes a gradient.
+Every process holds the whole batch and computes the same plan, so denominators need no communication. They
+count all micro-batches and processes of an optimizer step: neither the micro-batch size nor the number of
+processes changes a gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def learning_rate(step: int, optim: Optim) -> float:
     """Constant after a linear warm-up over rollout steps.
 
-    Steps count from 1, so that none has a learning rate of 0 (the official code's first one does).
+    Steps count from 1, so that no step has a learning rate of 0; the official code's first step does.
     """
     return optim.lr * min(1.0, (step + 1) / max(1, optim.warmup_steps))
 
@@ -59,7 +59,8 @@ def share_out(rows: list[int], lengths: list[int], num_shares: int) -> list[list
 def micro_batches(rows: list[int], batch: Batch, optim: Optim) -> list[list[int]]:
     """`rows` in micro-batches, each one forward pass.
 
-    As few as `micro_batch_tokens` allows, of similar token counts, or `micro_batch_size` rows, longest first.
+    With `micro_batch_tokens` as few as it allows, of similar token counts; else `micro_batch_size` rows each,
+    longest first.
     """
     lengths = batch.lengths_B.tolist()
     if optim.micro_batch_tokens is None:
@@ -74,7 +75,7 @@ def micro_batches(rows: list[int], batch: Batch, optim: Optim) -> list[list[int]
 
 
 def take_rows(batch: Batch, rows: list[int], device) -> Batch:
-    """The rows of a micro-batch on `device`; for no rows an empty one: a row without a token of the model.
+    """The rows of a micro-batch on `device`; for no rows an empty one: a row without a scored token.
 
     Forward and backward passes of DDP and FSDP2 are collectives: a process with fewer micro-batches than
     another runs empty ones, so that they pair up.
@@ -87,11 +88,10 @@ def take_rows(batch: Batch, rows: list[int], device) -> Batch:
 
 @torch.no_grad()
 def score_rows(accelerator, policy, batch: Batch, plan: list[list[list[int]]], cfg: Config) -> torch.Tensor:
-    """Log-probabilities (B, T) of the model's tokens in this process's rows of `plan`, 0 elsewhere, on the
-    CPU.
+    """Log-probabilities (B, T), on the CPU, of the model's tokens in this process's rows of `plan`, else 0.
 
-    Rows are scored in the micro-batches in which their update will read them, so that a policy that has not
-    moved gives the same numbers there, to the last bit.
+    Rows are scored in the same micro-batches as in their update, so that an unchanged policy gives
+    bit-identical numbers there.
     """
     logprobs_BT = torch.zeros(batch.token_ids_BT.shape)
     policy.eval()
@@ -111,7 +111,7 @@ def score_rows(accelerator, policy, batch: Batch, plan: list[list[list[int]]], c
 
 
 def score_batch(accelerator, policy, batch: Batch, cfg: Config, num_updates: int = 1) -> torch.Tensor:
-    """`score_rows` of all rows, in the micro-batches of that many updates; every process gets the whole."""
+    """`score_rows` of all rows, in the micro-batches of `num_updates` updates, summed over the processes."""
     plan = plan_updates(batch.lengths_B.tolist(), num_updates, accelerator.num_processes)
     own_BT = score_rows(accelerator, policy, batch, plan, cfg)
     return accelerator.reduce(own_BT.to(accelerator.device), "sum").cpu()
@@ -129,10 +129,10 @@ def loss_of(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A micro-batch's share (B,) of the step's loss, row by row, and its unreduced terms (B, T) for the log.
 
-    `divisor_BT` is what the ratio divides by, the trainer's or the sampler's log-probabilities; `anchor_BT`,
-    with which LLDS compares, is always the trainer's. Sums over all micro-batches and processes of a step are
-    the loss of the step: Eq. 1 (or its token mean) + kl_weight * k3 - entropy_weight * H + lambda * LLDS
-    (Eq. 6). Terms without a weight are not computed, and their tables may be None.
+    `divisor_BT` holds the log-probabilities that the ratio divides by, the trainer's or the sampler's.
+    `anchor_BT` holds those that LLDS compares with, always the trainer's. Sums over all micro-batches and
+    processes of a step are the loss of the step: Eq. 1 (or its token mean) + kl_weight * k3 - entropy_weight
+    * H + lambda * LLDS (Eq. 6). Terms of weight 0 are not computed, and their tables may be None.
     """
     mask_BT = micro.action_ids_BT > 0
     terms_BT = loss.surrogate_terms(
@@ -162,7 +162,7 @@ def loss_of(
 
 
 def weighted_lld_terms(micro: Batch, logprobs_BT, anchor_BT, beta: float, options: Loss) -> torch.Tensor:
-    """(B, T) LLDS terms, those of answer tokens times beta."""
+    """(B, T) LLDS terms; those of answer tokens are multiplied by beta."""
     terms_BT = loss.lld_terms(
         logprobs_BT,
         anchor_BT,
@@ -177,11 +177,10 @@ def weighted_lld_terms(micro: Batch, logprobs_BT, anchor_BT, beta: float, option
 
 @dataclass
 class Scores:
-    """Log-probabilities (B, T) of the whole batch, the same on every process, 0 on tokens the model did not
-    write.
+    """Log-probabilities (B, T) of the whole batch, the same on every process.
 
-    All but `divisor_BT` are the trainer's, from forward passes over the same micro-batches: two of them
-    differ only by the policy.
+    0 on tokens the model did not write. All but `divisor_BT` come from the trainer's forward passes over the
+    same micro-batches: any two of them differ only by the policy.
     """
 
     old_BT: torch.Tensor  # before the first update
@@ -196,10 +195,10 @@ class Scores:
 
 @dataclass
 class Tables:
-    """Log-probabilities (B, T) on the CPU while a rollout is trained on: of this process's rows, 0 elsewhere.
+    """Log-probabilities (B, T) on the CPU during the updates of a rollout: this process's rows, 0 elsewhere.
 
-    `divisor_BT`, `reference_BT` and `anchor_BT` may be `old_BT` itself, not a copy: what is written into it
-    during the first update must appear in them (see `score_past`).
+    `divisor_BT`, `reference_BT` and `anchor_BT` may be aliases of `old_BT`, not copies: what the first update
+    writes into it must appear in them (see `score_past`).
     """
 
     old_BT: torch.Tensor
@@ -213,15 +212,16 @@ class Tables:
 def update_policy(
     accelerator, policy, reference, optimizer, batch: Batch, cfg: Config, *, beta: float, anchor=None
 ) -> tuple[list[dict], Scores]:
-    """Makes `updates_per_rollout` optimizer steps on one rollout; returns a row of metrics for each, and all
-    log-probabilities that were computed.
+    """Makes `updates_per_rollout` optimizer steps on one rollout.
+
+    Returns a row of metrics for each step, and all log-probabilities that were computed.
 
     policy: prepared `Policy`; reference: frozen `Policy`, or None where kl_weight is 0; beta: LLDS-MA's
     weight on answer tokens; anchor: the older `Policy` LLDS compares with, or None for this rollout's.
 
-    LLDS compares forward passes of the trainer over the same micro-batches, whatever loss.old_logprobs says:
-    its gradient does not shrink with the size of a fall, so a fall that is rounding would count as much as a
-    true one. At the first update it is therefore exactly 0.
+    LLDS compares forward passes of the trainer over the same micro-batches, whatever loss.old_logprobs is.
+    Its gradient does not depend on the size of a fall, so a fall caused by rounding would count as much as a
+    real one. Without `anchor`, LLDS is therefore exactly 0 at the first update.
 
     A step whose loss or gradient is not finite is skipped on all processes, counted, and the episodes it came
     from are named. Names of the metrics are in lld/record/glossary.py.
@@ -237,7 +237,7 @@ def update_policy(
 
 
 def score_past(accelerator, policy, reference, anchor, batch: Batch, plan, cfg: Config) -> Tables:
-    """What the updates compare with, before the first of them.
+    """The tables that the updates compare with, computed before the first of them.
 
     - `old_BT` is not computed for the rows of the first update. There the policy still is the old one, so
       that update's own forward pass fills them in; with one update per rollout nothing is scored twice.
@@ -260,7 +260,7 @@ def score_past(accelerator, policy, reference, anchor, batch: Batch, plan, cfg: 
 def optimizer_step(
     accelerator, policy, optimizer, batch: Batch, shares, update: int, tables: Tables, beta, cfg: Config
 ) -> dict[str, float]:
-    """One update on the rows `shares` (one list a process), by micro-batches; returns its metrics."""
+    """One update on the rows `shares` (one list per process), by micro-batches; returns its metrics."""
     counts = minibatch_counts(batch, rows_of_update(shares), cfg.loss.lld_preserve)
     runs_of = [micro_batches(share, batch, cfg.optim) for share in shares]
     own, most = runs_of[accelerator.process_index], max(map(len, runs_of))
@@ -268,7 +268,7 @@ def optimizer_step(
     for number in range(most):
         rows = own[number] if number < len(own) else []
         micro = take_rows(batch, rows, accelerator.device)
-        # Sharded gradients are reduced after every micro-batch: a whole one does not fit.
+        # FSDP2 reduces gradients after every micro-batch: an unsharded gradient would not fit in memory.
         reduces = number == most - 1 or isinstance(policy, FSDPModule)
         with nullcontext() if reduces else accelerator.no_sync(policy):
             losses_B, terms, logprobs_BT, entropies_BT = micro_batch_loss(
@@ -280,7 +280,7 @@ def optimizer_step(
         suspects += [
             batch.names[row] for row, finite in zip(rows, finite_B.tolist(), strict=False) if not finite
         ]
-        # A row that is not finite is named, not averaged.
+        # Rows with a non-finite loss are reported, and left out of the means.
         mask_BT = (micro.action_ids_BT > 0) & finite_B[:, None]
         means.add("loss", losses_B.detach() * counts["rows"], mask_BT.any(1))
         for name, terms_BT in terms.items():
@@ -298,8 +298,8 @@ def micro_batch_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
     """The forward pass and loss of one micro-batch: losses (B,), terms, log-probabilities, entropies (B, T).
 
-    `rows` are its rows in the batch, none for an empty one. In the first update they are written into
-    `tables.old_BT`, whose aliases the loss then reads.
+    `rows` are its rows in the batch, none for an empty one. In the first update their log-probabilities are
+    written into `tables.old_BT`, whose aliases the loss then reads.
     """
     with accelerator.autocast():
         written_BT = micro.action_ids_BT > 0
@@ -323,10 +323,10 @@ def rows_of_update(shares: list[list[int]]) -> list[int]:
 
 
 def gather_scores(accelerator, batch: Batch, plan, tables: Tables, cfg: Config) -> Scores:
-    """The tables of all processes' rows, on every process."""
+    """The tables with the rows of all processes, on every process."""
 
     def gather(table_BT: torch.Tensor) -> torch.Tensor:
-        # Every row is of one process and 0 on the others.
+        # Each row belongs to one process and is 0 on the others, so a sum gathers all.
         return accelerator.reduce(table_BT.to(accelerator.device), "sum").cpu()
 
     old_BT = gather(tables.old_BT)
@@ -345,7 +345,7 @@ def gather_scores(accelerator, batch: Batch, plan, tables: Tables, cfg: Config) 
 def apply_gradient(
     accelerator, policy, optimizer, suspects: list[str], update: int, max_grad_norm: float
 ) -> dict[str, float]:
-    """Clips the gradient and makes the step; skips it where the gradient is not finite, and says so.
+    """Clips the gradient and makes the step; skips the step, with a message, if the gradient is not finite.
 
     The message names the episodes `suspects` of all processes.
     """
@@ -365,7 +365,7 @@ def apply_gradient(
 
 
 class Means:
-    """Sums and counts on the device, reduced over processes at once: true means over their own tokens."""
+    """Means over the tokens of all processes: sums and counts on the device, reduced in one collective."""
 
     def __init__(self, device):
         self.device, self.sums = device, {}
@@ -376,7 +376,7 @@ class Means:
         self.sums[name] = self.sums[name] + pair if name in self.sums else pair
 
     def reduce(self, accelerator) -> dict[str, float]:
-        """Means over all processes; a mean over nothing is absent."""
+        """Means over all processes; a name without values is left out."""
         names = sorted(self.sums)
         pairs = accelerator.reduce(torch.stack([self.sums[name] for name in names]), "sum").tolist()
         return {name: total / count for name, (total, count) in zip(names, pairs, strict=True) if count}
