@@ -1,7 +1,7 @@
-"""What stands between many clients and one index: requests gathered into batches, a cache, and statistics.
+"""Queries of many clients, batched for one index; with a cache and statistics.
 
-A batch is searched for in few passes of the encoder and one over the vectors: the weights and the vectors are
-read once for all its queries, and a GPU takes hardly longer than for one.
+A batch needs a few forward passes of the encoder and one scan of the vectors. The weights and the vectors are
+read once for all its queries, and a GPU takes hardly longer for the batch than for one query.
 """
 
 import asyncio
@@ -14,20 +14,20 @@ import torch
 
 from lld.protocol import Passage
 
-LATENCIES = 10_000  # requests that the percentiles look back on
-ENTRY_BYTES = 500  # of a remembered search beside its texts: key, list, place in the dict
-PASSAGE_BYTES = 300  # of a passage beside its texts
+LATENCIES = 10_000  # requests behind the percentiles
+# Overhead of a cached search besides its texts: key, list, slot in the dict
+ENTRY_BYTES = 500
+PASSAGE_BYTES = 300  # of a passage besides its texts
 
 
 class Busy(RuntimeError):
-    """More queries are waiting than the server takes on."""
+    """The server's limit on waiting queries or promised passages is reached."""
 
 
 class Cache:
-    """The last searches, by (query, topk) and the index's fingerprint, in `max_bytes` of memory; 0 keeps
-    none.
+    """An LRU cache of searches within `max_bytes` of memory; with 0 it stays empty.
 
-    Used by one thread.
+    The key is (index fingerprint, query, topk). Not thread-safe.
     """
 
     def __init__(self, max_bytes: float, fingerprint: str):
@@ -55,23 +55,27 @@ class Cache:
 
 
 def _entry_bytes(query: str, passages: list[Passage]) -> int:
-    """What a search takes in the cache; a passage that several searches found counts in each."""
+    """Memory of one cached search; a passage found by several searches counts in each."""
     texts = [query, *(passage.id for passage in passages), *(passage.contents for passage in passages)]
     return sum(map(sys.getsizeof, texts)) + ENTRY_BYTES + PASSAGE_BYTES * len(passages)
 
 
 class Batcher:
-    """Answers queries of many requests with few searches of the retriever.
+    """Batches the queries of concurrent requests into few searches of the retriever.
 
-    A search begins when `max_batch` queries wait, or none has come for `max_wait_s`, at the latest a quarter
-    of the last search's time after the first: those who were just answered ask again, and half a batch costs
-    more than half. A query that comes alone after one that was alone is not kept waiting. `num_searches` run
-    side by side, each on one of the threads that share what waits: 1 suits a GPU; on a CPU, searches with a
-    core each answer nearly twice as many as one search on two cores. PyTorch's threads are shared out among
-    them, and a search that is alone gets all. The thread that was used last is taken first, so that a lone
-    client keeps one thread and its OpenMP team. A query that waits or runs already is not searched for twice.
-    At most `max_passages` (queries x topk, over all requests under way) are promised at a time, which bounds
-    what replies take. All methods but the search itself run in the event loop.
+    - A search starts when `max_batch` queries wait, or when none has arrived for `max_wait_s`. The wait lasts
+      at most a quarter of the last search's time (or `max_wait_s`, if longer): clients that were just
+      answered ask again, and half a batch costs more than half.
+    - A single query that follows a batch of one starts at once.
+    - `num_searches` run in parallel, one per thread. Use 1 on a GPU. On a CPU, two searches with one core
+      each answer nearly twice as many queries as one search on two cores.
+    - PyTorch's threads are divided among the searches; a search that runs alone gets all of them.
+    - The last used thread is taken first, so a single client keeps one thread and its OpenMP team.
+    - A query that already waits or runs is searched for once.
+    - At most `max_passages` (queries x topk, over all requests in progress) are promised at a time. This
+      bounds the memory of the replies; one request alone may exceed it.
+
+    All methods run in the event loop, except the search itself.
     """
 
     def __init__(
@@ -96,7 +100,7 @@ class Batcher:
         self.waiting: collections.OrderedDict[tuple[int, str], asyncio.Future] = collections.OrderedDict()
         self.running: dict[tuple[int, str], asyncio.Future] = {}
         self.arrived, self.tasks, self.num_searches, self.num_busy = asyncio.Event(), set(), num_searches, 0
-        # The one used last is the last.
+        # A stack: the last used thread is at the end.
         self.idle_threads = [ThreadPoolExecutor(1, f"search-{number}") for number in range(num_searches)]
         self.num_threads, self.last_batch = torch.get_num_threads(), 0
         self.started, self.latencies_s = time.monotonic(), collections.deque(maxlen=LATENCIES)
@@ -105,7 +109,10 @@ class Batcher:
         )
 
     async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        """The passages of every query; Busy where too many wait, and whatever the retriever raises."""
+        """The passages of every query.
+
+        Raises Busy if a limit is reached, and whatever the retriever raises.
+        """
         promised = len(queries) * topk
         self.counts["requests"] += 1
         self.counts["queries"] += len(queries)
@@ -139,7 +146,7 @@ class Batcher:
             self.arrived.set()
             self._start()
         if pending:
-            # Not gather: a client that leaves must not cancel what others wait for
+            # Not asyncio.gather: a client that disconnects must not cancel searches that others wait for.
             await asyncio.wait(pending.values())
             failures = [future.exception() for future in pending.values() if future.exception() is not None]
             if failures:
@@ -156,21 +163,21 @@ class Batcher:
     async def _run(self) -> None:
         try:
             await self._work()
-        # At once: a callback of the task comes a turn of the loop later, and a query of that turn would wait
-        # for ever
         finally:
+            # Not in a done callback: that runs one iteration of the event loop later, and a query that
+            # arrives in between would start no task and wait forever.
             self.tasks.discard(asyncio.current_task())
 
     async def _work(self) -> None:
-        # A client that is alone need not wait for company
+        # A single client does not wait for others.
         last_s, lone = 0.0, self.last_batch == 1 and len(self.waiting) == 1
         while self.waiting:
             if not lone:
                 await self._gather(max(self.max_wait_s, last_s / 4))
             lone = False
-            if not self.waiting:  # another search took them
+            if not self.waiting:  # taken by another search
                 return
-            # One topk a search: an approximate index answers 3 of 10 other than 3 of 3
+            # One topk per search: on an approximate index the best 3 of 10 may differ from a search for 3.
             topk = next(iter(self.waiting))[0]
             share = -(-len(self.waiting) // (self.num_searches - self.num_busy))
             keys = [key for key in self.waiting if key[0] == topk][: min(share, self.max_batch)]
@@ -189,10 +196,12 @@ class Batcher:
                     thread, self._search, [query for _, query in keys], topk, num_threads
                 )
                 assert len(results) == len(keys)
-            except Exception as error:  # the retriever's; those who asked are told, and the server lives on
+            except Exception as error:
+                # Raised by the retriever: pass it on to the clients and keep the server running.
                 for future in futures.values():
                     future.set_exception(error)
-                    future.exception()  # heard, even where every client has left
+                    # Marks it as retrieved, so asyncio logs nothing if every client has disconnected.
+                    future.exception()
             else:
                 for (_, query), future, passages in zip(keys, futures.values(), results, strict=True):
                     self.cache.put(query, topk, passages)
@@ -205,7 +214,7 @@ class Batcher:
             self.counts.update(batches=1, searched=len(keys))
             self.counts["largest_batch"] = max(self.counts["largest_batch"], len(keys))
             last_s = time.monotonic() - began
-            await asyncio.sleep(0)  # those who were just answered may ask again at once
+            await asyncio.sleep(0)  # lets answered clients ask again
 
     def _search(self, queries: list[str], topk: int, num_threads: int) -> list[list[Passage]]:
         torch.set_num_threads(num_threads)  # of the calling thread
@@ -221,8 +230,10 @@ class Batcher:
                 return
 
     def stats(self) -> dict:
-        """Counts since the start, the queue now, the size of batches, and latency percentiles of the last
-        requests, in ms."""
+        """Counts since the start, the queue now, batch sizes, and latency percentiles in ms.
+
+        Percentiles are over the last LATENCIES requests.
+        """
         ordered, counts = sorted(self.latencies_s), self.counts
 
         def percentile(share):
@@ -254,7 +265,7 @@ class Batcher:
         }
 
     async def close(self) -> None:
-        """Lets what is under way end."""
+        """Waits for the searches in progress, then stops the threads."""
         if self.tasks:
             await asyncio.wait(self.tasks)
         for thread in self.idle_threads:

@@ -1,8 +1,8 @@
 """Builds index folders: `python -m lld.retrieval build`, and `check`.
 
-A build works in FOLDER.partial and renames it at the end. An interrupted build is continued from the last
-complete shard. Shards are cut and batched by the corpus alone, so the folder is bit for bit the same (on one
-machine, with one number of threads). A second build of the same folder is refused while the first runs.
+A build works in FOLDER.partial and renames it at the end. An interrupted build is continued: only missing
+shards are encoded. Shards and batches depend on corpus and options only, so the folder is bit-identical (on
+one machine, with one number of threads). While a build runs, a second one of the same folder is refused.
 """
 
 import argparse
@@ -30,17 +30,18 @@ from lld.retrieval.corpus import Corpus
 from lld.retrieval.encoder import Encoder
 from lld.retrieval.index import Vectors, check_files, check_vectors, read_manifest
 
-SHARD_ROWS = 1 << 14  # what a kill can cost: 20 s of encoding on a GPU, minutes on a CPU
-TRAIN_ROWS = 1 << 18  # vectors that k-means and quantisers are trained on, at most
-# Processes wait for the one that trains and adds for hours; torch's own limit is minutes.
+# Rows a shard. A killed build loses at most one: 20 s of encoding on a GPU, minutes on a CPU.
+SHARD_ROWS = 1 << 14
+TRAIN_ROWS = 1 << 18  # at most, for k-means and quantisers
+# Ranks wait for hours while one of them trains and fills the index; PyTorch's default timeout is minutes.
 WAIT = timedelta(days=7)
 
 
 def faiss_factory(name: str, num_vectors: int, dim: int) -> str:
     """The FAISS factory string behind an alias, or `name` itself.
 
-    4 sqrt(N) lists, rounded to a power of two; PQ with a byte for 4 dimensions. "np" leaves out the annealing
-    of polysemous codes, which took 60 of 61 s of training and serves a filter that is not used here.
+    4 sqrt(N) lists, rounded to a power of two; PQ with one byte per 4 dimensions. "np" turns off polysemous
+    training, which took 60 of 61 s of training and is for a filter that is not used here.
     """
     lists = 1 << max(0, round(np.log2(4 * num_vectors**0.5)))
     # FAISS wants 39 training vectors per list.
@@ -57,13 +58,14 @@ def faiss_factory(name: str, num_vectors: int, dim: int) -> str:
 def _write_shard(path: Path, vectors_ND: np.ndarray) -> None:
     """Writes a shard aside first: a shard with its final name is complete."""
     buffer = io.BytesIO()
-    np.save(buffer, vectors_ND)  # not to the file: numpy's error for a full disk has no errno and no name
+    # Not np.save to the file: on a full disk its error has no errno and no file name.
+    np.save(buffer, vectors_ND)
     with written_aside(path, durable=True) as aside:
         aside.write_bytes(buffer.getbuffer())
 
 
 def _missing_shards(folder: Path, plan: dict) -> list[tuple[Path, int, int]]:
-    """(file, first row, end) of the shards that are not there, of several processes this one's share."""
+    """(file, first row, end) of the missing shards of this rank; ranks take shards in turn."""
     state = PartialState()
     shards = []
     for number, start in enumerate(range(0, plan["num_passages"], plan["shard_rows"])):
@@ -73,7 +75,7 @@ def _missing_shards(folder: Path, plan: dict) -> list[tuple[Path, int, int]]:
 
 
 def encode_shards(folder: Path, corpus: Corpus, encoder: Encoder, plan: dict) -> None:
-    """Encodes the missing shards, holding one at a time; the processes of accelerate share them."""
+    """Encodes this rank's missing shards, with one in memory at a time."""
     state = PartialState()
     missing = _missing_shards(folder, plan)
     total = len(corpus) // state.num_processes
@@ -100,7 +102,7 @@ def import_shards(folder: Path, index_file: str, corpus: Corpus, encoder: Encode
         raise ValueError(
             f"--vectors {index_file} is a {type(index).__name__}: only a flat index still has its vectors"
         )
-    # A view of the mapped file: nothing is read yet.
+    # A view of the memory-mapped file: no vector is read yet.
     vectors_ND = faiss.rev_swig_ptr(index.get_xb(), index.ntotal * index.d).reshape(index.ntotal, index.d)
     check_vectors(index_file, index.ntotal, index.d, vectors_ND[0].copy(), corpus, encoder)
     missing = _missing_shards(folder, plan)
@@ -110,9 +112,10 @@ def import_shards(folder: Path, index_file: str, corpus: Corpus, encoder: Encode
 
 
 def write_flat(path: Path, vectors: Vectors) -> None:
-    """A flat inner-product index in FAISS's format (header, float32 rows), streamed, not held in memory."""
+    """Streams a flat inner-product index to the disk in FAISS's format: header, then float32 rows."""
     header = bytearray(faiss.serialize_index(faiss.IndexFlatIP(vectors.dim)).tobytes())
-    header[8:16] = len(vectors).to_bytes(8, "little")  # ntotal; before it come the kind and D, 4 bytes each
+    # ntotal, after the type and D of 4 bytes each.
+    header[8:16] = len(vectors).to_bytes(8, "little")
     header[-8:] = (len(vectors) * vectors.dim).to_bytes(8, "little")
     with open(path, "wb") as file:
         file.write(header)
@@ -124,7 +127,7 @@ def write_flat(path: Path, vectors: Vectors) -> None:
 
 
 def write_faiss(folder: Path, factory: str) -> None:
-    """folder/index.faiss from the shards: trained on a fixed sample, then filled shard by shard."""
+    """Builds folder/index.faiss from the shards: trained on a fixed sample, then filled shard by shard."""
     vectors = Vectors(folder)
     path = folder / "index.faiss"
     with written_aside(path, aside=folder / "index.faiss.partial") as aside:
@@ -167,17 +170,19 @@ def build_index(
     shard_rows: int = SHARD_ROWS,
     vectors: str | None = None,
 ) -> None:
-    """Makes, or goes on making, the index folder `out`.
+    """Builds the index folder `out`, or continues an interrupted build of it.
 
-    index: "flat", "hnsw", "ivf-pq", "ivf-sq" or a FAISS factory string; "none" leaves the shards to the torch
-    backend; "bm25" needs no encoder. A finished folder of the same corpus and encoder gets this FAISS index
-    instead of the one it has. vectors: a flat FAISS file to copy the vectors from. Raises ValueError where
-    `out` holds something else, or the very same, or is being built by another process.
+    index: "flat", "hnsw", "ivf-pq", "ivf-sq" or a FAISS factory string; "none" writes the shards only, for
+    the torch backend; "bm25" needs no encoder. In a finished folder of the same corpus and encoder, this
+    FAISS index replaces the old one.
+    vectors: a flat FAISS file to copy the vectors from.
+    Raises ValueError if `out` holds anything else, already holds this index, or is being built by another
+    process.
     """
     state = PartialState(cpu=not torch.cuda.is_available(), timeout=WAIT)
     final = Path(out)
     folder = final if final.exists() else Path(f"{out}.partial")
-    with state.main_process_first():  # it writes the Arrow file that the others then open
+    with state.main_process_first():  # rank 0 writes the Arrow file, the others open it
         corpus = Corpus(corpus_path)
     plan, encoder, factory = _plan(
         corpus, encoder_name, index, max_tokens, batch_size=batch_size, shard_rows=shard_rows, vectors=vectors
@@ -218,7 +223,7 @@ def _plan(
     shard_rows: int,
     vectors: str | None,
 ) -> tuple[dict, Encoder | None, str]:
-    """What the folder's bytes depend on, the encoder (None for bm25), and the FAISS factory string."""
+    """The plan (all that the folder's bytes depend on), encoder (None for bm25) and FAISS factory string."""
     plan = {"corpus_sha256": corpus.sha256, "num_passages": len(corpus)}
     if index == "bm25":
         return plan, None, index
@@ -236,9 +241,9 @@ def _plan(
 
 
 def _lock(folder: Path, final: Path) -> int:
-    """Locks the folder itself; the lock leaves no file behind and ends with the process.
+    """Locks the folder itself: there is no lock file, and the lock ends with the process.
 
-    Returns its file descriptor; ValueError where another process holds it.
+    Returns the file descriptor; ValueError if another process holds the lock.
     """
     if final.exists() and not final.is_dir():
         raise ValueError(f"{final} exists and is no folder: delete it or choose another --out")
@@ -251,7 +256,7 @@ def _lock(folder: Path, final: Path) -> int:
         raise ValueError(f"another process is building {final}: wait until it is done, or stop it") from None
     except OSError:  # a file system without locks
         pass
-    if folder != final and final.exists():  # another finished between our look and our lock
+    if folder != final and final.exists():  # finished by another before we had the lock
         os.close(lock)
         if folder.exists() and not any(folder.iterdir()):
             folder.rmdir()
@@ -260,7 +265,7 @@ def _lock(folder: Path, final: Path) -> int:
 
 
 def _begin(folder: Path, plan: dict) -> None:
-    """Begins a build, or checks that an interrupted one was begun with the same plan."""
+    """Starts a build, or checks that the interrupted one was started with the same plan."""
     path = folder / "plan.json"
     if path.is_file():
         try:
@@ -280,11 +285,12 @@ def _begin(folder: Path, plan: dict) -> None:
 
 
 def _finish(folder: Path, final: Path, manifest: dict) -> None:
-    """Writes the manifest, with checksums of all files, and gives the folder its name."""
+    """Writes the manifest, with checksums of all files, and renames the folder to `final`."""
     for left in (folder / "plan.json", *folder.rglob("*.partial")):
         left.unlink(missing_ok=True)
     known = {}
-    if folder == final:  # its vectors were not touched: their checksums stay, without reading them again
+    if folder == final:
+        # The vectors are unchanged: keep their checksums, without reading them again.
         before = read_manifest(final).get("files", {})
         known = {name: about for name, about in before.items() if name.startswith("vectors/")}
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "manifest.json"]
@@ -298,7 +304,7 @@ def _finish(folder: Path, final: Path, manifest: dict) -> None:
 
 
 def _check_addition(final: Path, plan: dict, factory: str) -> None:
-    """Refuses to work in a finished folder unless only its FAISS index is to be replaced."""
+    """ValueError unless all that changes in a finished folder is its FAISS index."""
     try:
         there = read_manifest(final)
     except ValueError:
@@ -363,7 +369,7 @@ def check(folder: Path) -> None:
 
 
 def build(args: argparse.Namespace) -> None:
-    """Builds, and says what was made and how to serve it."""
+    """Builds, then prints what was built and how to serve it."""
     began = time.monotonic()
     build_index(
         args.corpus,
@@ -396,7 +402,7 @@ def _size(folder: Path) -> str:
 def _is_disk_fault(error: Exception) -> bool:
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return True
-    # numpy's OSError has no errno, FAISS raises a RuntimeError.
+    # numpy's OSError has no errno; FAISS raises RuntimeError.
     return "requested and" in str(error) or "write error" in str(error)
 
 

@@ -1,7 +1,7 @@
-"""The client of a retrieval server, and the search tool that a run's options ask for.
+"""The client of a retrieval server, and the search tool of a run.
 
-Searches go over HTTP, to an index in this process, or to a recording. A failure is a typed `RetrieverError`
-of `lld.tools`, after bounded retries within a deadline.
+A search goes over HTTP, to an index in this process, or to a recording. After bounded retries within a
+deadline, a failed HTTP search raises a typed `RetrieverError` of `lld.tools`.
 """
 
 import json
@@ -18,14 +18,14 @@ from lld.protocol import Passage, is_blank
 from lld.retrieval.recording import Recording
 from lld.tools import Malformed, Refused, RetrieverError, ServerFault, TimedOut, Unreachable
 
-BACKOFF_S = 0.5  # before the first retry; doubled before each later one
+BACKOFF_S = 0.5  # before the first retry, then doubled
 MAX_BACKOFF_S = 8.0
 MAX_REPLY_BYTES = 1 << 30
 REMEDY = "start one with `python retriever_server.py --index INDEX --corpus CORPUS`, or mend retriever.url"
 
 
 def endpoint(url: str) -> str:
-    """`url` with the path /retrieve, which it may have already; ValueError unless it is an http address."""
+    """`url` with the path /retrieve appended unless it is there; ValueError if it is no http(s) address."""
     if not url.startswith(("http://", "https://")):
         raise ValueError(
             f"retriever.url = {url!r}: must begin with http:// or https://, such as http://127.0.0.1:8000"
@@ -38,11 +38,11 @@ def endpoint(url: str) -> str:
 
 
 def read_result(body: object, num_queries: int, topk: int) -> list[list[Passage]]:
-    """The passages in Search-R1's reply {"result": [[{"document": {"id", "contents"}, "score"}, …], …]}, at
-    most `topk` each.
+    """The passages in a reply of Search-R1's shape, at most `topk` a query.
 
-    Bare documents and a missing id or score are taken too; documents with nothing to be seen in them are left
-    out, so a query may have no passage. ValueError says what is wrong with anything else.
+    That is {"result": [[{"document": {"id", "contents"}, "score"}, …], …]}. Bare documents and a missing id
+    or score are accepted. Blank documents are left out, so a query may have no passage. Anything else raises
+    ValueError.
     """
     result = body.get("result") if isinstance(body, dict) else None
     if not isinstance(result, list):
@@ -64,8 +64,7 @@ def _read_passage(item: object, where: str) -> Passage:
     if not isinstance(contents, str):
         raise ValueError(f'a passage without "contents" for {where}')
 
-    # Half characters (lone surrogates, which JSON can spell) become U+FFFD: no tokenizer and no file takes
-    # them.
+    # Lone surrogates, which JSON can encode, become U+FFFD: tokenizers and UTF-8 files reject them.
     def whole(text):
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
@@ -86,8 +85,10 @@ def _read_passage(item: object, where: str) -> Passage:
 
 
 def _read_body(reply: httpx.Response, end: float, late: TimedOut) -> bytes:
-    """The whole body; raises `late` once the clock passes `end`: httpx's own limit begins anew with every
-    piece."""
+    """The whole body; raises `late` once the clock passes `end`.
+
+    httpx's own timeout is per read, so it does not bound the whole reply.
+    """
     body = bytearray()
     for piece in reply.iter_bytes():
         body += piece
@@ -99,12 +100,12 @@ def _read_body(reply: httpx.Response, end: float, late: TimedOut) -> bytes:
 
 
 class Client:
-    """Searches over HTTP on one or several servers of the same index, from any number of threads.
+    """Searches over HTTP on one or several servers of the same index; thread-safe.
 
-    Requests go round the servers, over connections that are kept. An attempt that fails is made again on the
-    next server; when each was tried, after a pause that grows. An attempt may take `timeout_s`, all attempts
-    and pauses together `deadline_s`; after `retries` retries, or at once where the request is refused, the
-    typed RetrieverError is raised.
+    Requests go to the servers in turn, over persistent connections. A failed attempt is retried on the next
+    server; once all have been tried, after a pause that doubles each round. One attempt may take `timeout_s`,
+    all attempts and pauses together `deadline_s`. The typed RetrieverError is raised after `retries` retries,
+    and at once if the server refuses the request.
     """
 
     def __init__(
@@ -112,13 +113,15 @@ class Client:
     ):
         self.addresses = [endpoint(url) for url in urls]
         self.timeout_s, self.retries, self.deadline_s = timeout_s, retries, deadline_s
-        # Proxies of the environment are for the internet, not for a retriever
+        # The environment's proxies are for the internet, not for a retriever.
         self.http = httpx.Client(trust_env=False)
         self.lock, self.num_requests = threading.Lock(), 0
 
     def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        """The `topk` best passages of every query, from servers that speak Search-R1's /retrieve (ours or
-        theirs). No queries, no request."""
+        """The `topk` best passages of every query, from servers with Search-R1's /retrieve.
+
+        Without queries no request is sent.
+        """
         if not queries:
             return []
         with self.lock:
@@ -132,7 +135,7 @@ class Client:
                 raise
             except RetrieverError as error:
                 failure = error
-            # No pause before a server that has not been tried yet
+            # No pause before a server that has not been tried yet.
             rounds, waiting = divmod(attempt + 1, len(self.addresses))
             pause_s = 0.0 if waiting else min(BACKOFF_S * 2 ** (rounds - 1), MAX_BACKOFF_S)
             if attempt == self.retries or time.monotonic() + pause_s >= end:
@@ -162,7 +165,7 @@ class Client:
             raise late from None
         except httpx.HTTPError as error:
             raise Unreachable(f"{type(error).__name__}: {error}") from None
-        except (ValueError, RecursionError) as error:  # not JSON, or not the reply's shape
+        except (ValueError, RecursionError) as error:  # not JSON, or of another shape
             raise Malformed(f"{type(error).__name__}: {error}") from None
         reason = f"status {reply.status_code}: {body[:200].decode('utf-8', 'replace')!r}"
         if reply.status_code >= 500 or reply.status_code == 429:
@@ -173,7 +176,7 @@ class Client:
         )
 
     def fingerprints(self) -> list[str | None]:
-        """What each server's /health says of its index; None for one that has none, such as Search-R1's."""
+        """The index fingerprint in each server's /health; None without one, as with Search-R1's server."""
         found = []
         for address in self.addresses:
             try:
@@ -194,11 +197,10 @@ def urls_of(options: Retriever) -> list[str]:
 
 
 def check_health(options: Retriever) -> None:
-    """Asks every server of a run one real question before it starts (Search-R1's has no /health);
-    RetrieverError if one fails.
+    """Sends a test query to every server before a run starts; RetrieverError if one fails.
 
-    ValueError where two servers say that their indexes differ: a query's passages would depend on who was
-    asked.
+    It is a real search, because Search-R1's server has no /health. ValueError if two servers report different
+    indexes: a query's passages would depend on which server answers.
     """
     if options.url is None or options.replay is not None:
         return
@@ -218,8 +220,7 @@ def check_health(options: Retriever) -> None:
 
 @dataclass(frozen=True)
 class Search:
-    """A search tool, and what its index says of itself (None: nothing is known), which changes when its
-    results may."""
+    """A search tool with its index's fingerprint, which changes whenever the results may (None: unknown)."""
 
     find: Callable[[list[str]], list[list[Passage]]]
     fingerprint: str | None
@@ -229,8 +230,10 @@ class Search:
 
 
 def make_search(options: Retriever) -> Search:
-    """The search tool: from a recording, over HTTP if `options.url` is set, else with an index opened in this
-    process."""
+    """The search tool of a run: a replay, HTTP if `options.url` is set, else an index in this process.
+
+    With `options.record`, the searches of the last two are recorded.
+    """
     if options.replay is not None:
         return Search(Recording(options.replay, options.topk).replay, None)
     if options.url is not None:
@@ -245,7 +248,7 @@ def make_search(options: Retriever) -> Search:
             next(filter(None, client.fingerprints()), None),
         )
     else:
-        # Here, because a run that searches over HTTP needs neither FAISS nor bm25s
+        # Imported here: a run that searches over HTTP needs neither FAISS nor bm25s.
         from lld.retrieval.backends import open_retriever
 
         retriever = open_retriever(options)

@@ -1,7 +1,6 @@
-"""Retrievers that are controls of an experiment: passages at random, none at all, and the right ones.
+"""Retrievers that serve as experimental controls: random passages, no passages, gold passages.
 
-Each answers every query, so that a run with it differs from a run with a real index in what is found and in
-nothing else.
+Each answers every query, so a run with one of them differs from a run with a real index only in the passages.
 """
 
 import hashlib
@@ -18,7 +17,7 @@ NUM_CANDIDATES = 100  # passages among which the oracle looks for a gold answer
 
 
 class RandomSearch:
-    """Passages drawn at random, the same ones whenever a query comes again: does it matter what is found?"""
+    """Passages drawn at random, seeded by the query. Tests whether the content of the passages matters."""
 
     backend, encoder = "random", None
 
@@ -41,10 +40,10 @@ class RandomSearch:
 
 
 class EmptySearch:
-    """One passage that says, in so many words, that nothing is found: does searching matter?
+    """One fixed passage which says that nothing is found. Tests whether searching matters.
 
-    It is text on purpose: a search that failed or found nothing never becomes a passage, so this control
-    cannot be mistaken for either, and no group is dropped for it, whatever `retriever.empty_results` says.
+    It is a passage on purpose: a failed search and an empty result never produce one, so this control cannot
+    be mistaken for either. No group is dropped for it, whatever `retriever.empty_results` is.
     """
 
     backend, encoder = "empty", None
@@ -57,11 +56,11 @@ class EmptySearch:
 
 
 class OracleSearch:
-    """Passages that hold a gold answer, for the known question nearest to the query (BM25): how far could
-    search take us?
+    """Passages that contain a gold answer. An upper bound on what search can contribute.
 
-    They are the first of the NUM_CANDIDATES best passages for question and answers together that hold an
-    answer as whole words; where too few do, the best others follow.
+    The query is matched to the nearest known question: by equal text, else by BM25. Of the NUM_CANDIDATES
+    best passages (or topk, if larger) for that question and its answers together, those that contain an
+    answer as whole words come first, then the others, each in BM25's order.
     """
 
     backend, encoder = "oracle", None
@@ -90,7 +89,7 @@ class OracleSearch:
         [found] = self.words.search(
             [" ".join([question.text, *question.golden_answers])], max(topk, NUM_CANDIDATES)
         )
-        # Stable: BM25's order within
+        # The sort is stable: within both groups BM25's order is kept.
         found.sort(key=lambda passage: not any(gold in _spaced(passage.contents) for gold in golds))
         return found[:topk]
 

@@ -15,20 +15,22 @@ from tqdm import tqdm
 
 from lld.protocol import Passage, is_blank
 
-# A file up to this size is read into memory at every start and leaves no Arrow file behind
+# A file up to this size is read into memory at every start; no Arrow file is written for it.
 SMALL_BYTES = 1 << 22
 BATCH_ROWS = 1 << 14
 SCHEMA = pa.schema([("id", pa.large_string()), ("contents", pa.large_string())])
 
 
 def parse_passage(line: bytes, where: str) -> Passage:
-    """The passage in one jsonl line; ValueError naming `where` unless it is {"id": …, "contents": non-empty
-    string}."""
+    """The passage in one jsonl line, {"id": string or number, "contents": non-empty string}.
+
+    Anything else raises ValueError with `where`.
+    """
     try:
-        # Given bytes, json.loads takes as long again to guess the encoding
+        # With bytes, json.loads takes twice as long: it guesses the encoding.
         record = json.loads(line.decode())
         name, contents = str(record["id"]), record["contents"]
-        # A lone surrogate would break the tokenizer and the server's reply much later
+        # A lone surrogate would only fail much later, in the tokenizer or in the server's reply.
         (name + contents).encode()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(
@@ -46,10 +48,11 @@ def parse_passage(line: bytes, where: str) -> Passage:
 class Corpus:
     """The passages of a jsonl or jsonl.gz file; `corpus[i]` is line i (from 0).
 
-    Lines are parsed and checked once (about 8 µs each) into an Arrow file under $LLD_CACHE (default
-    ~/.cache/lld), which later starts map without reading it, as long as the jsonl keeps its size and its time
-    of change. Files up to SMALL_BYTES are read into memory instead. `sha256` is of the unpacked jsonl. Raises
-    ValueError for a missing or empty file, a malformed line and a repeated id, with file and line number.
+    Lines are parsed and checked once (about 8 µs each) and written to an Arrow file under $LLD_CACHE (default
+    ~/.cache/lld). Later starts memory-map that file, as long as the jsonl keeps its size and modification
+    time. Files up to SMALL_BYTES are read into memory instead. `sha256` is that of the uncompressed jsonl.
+    Raises ValueError with file and line number for a malformed line and a repeated id, and for a missing or
+    empty file.
     """
 
     def __init__(self, path: str | Path):
@@ -74,7 +77,7 @@ class Corpus:
                 try:
                     with pa.OSFile(str(aside), "wb") as sink:
                         self._convert(sink)
-                    os.replace(aside, arrow)  # whole or not there, also with several processes at once
+                    os.replace(aside, arrow)  # atomic among processes
                 finally:
                     aside.unlink(missing_ok=True)
             except OSError as error:
@@ -90,7 +93,7 @@ class Corpus:
             return False
         try:
             self._open(pa.memory_map(str(arrow)))
-        except (pa.ArrowInvalid, OSError, KeyError):  # cut short, or not of ours
+        except (pa.ArrowInvalid, OSError, KeyError):  # truncated, or another file
             return False
         return self.source == {name: self.about.get(name) for name in self.source}
 
@@ -104,7 +107,7 @@ class Corpus:
         self.sha256, self.num_passages = self.about["sha256"], int(self.about["num_passages"])
 
     def _convert(self, sink) -> None:
-        """Writes batches of BATCH_ROWS passages; a last batch without rows carries the fingerprint."""
+        """Writes batches of BATCH_ROWS passages; the metadata of a last, empty batch holds the checksum."""
         digest, hashes, rows, line = hashlib.sha256(), array.array("q"), [], b""
         size = os.path.getsize(self.path)
         with (
@@ -120,7 +123,7 @@ class Corpus:
             for number, line in enumerate(_lines(file, self.path), start=1):
                 digest.update(line)
                 passage = parse_passage(line, f"{self.path} line {number}")
-                hashes.append(hash(passage.id))  # 8 bytes a passage, unlike a set of ids
+                hashes.append(hash(passage.id))  # 8 bytes each, less than the ids
                 rows.append((passage.id, passage.contents))
                 if len(rows) == BATCH_ROWS:
                     flush()
@@ -141,7 +144,7 @@ class Corpus:
         return self.passage(row)
 
     def passage(self, row: int, score: float = 0.0) -> Passage:
-        """The passage on line `row` (from 0), with a search's score."""
+        """The passage on line `row` (from 0), with the score of a search."""
         batch, at = self.batches[row // BATCH_ROWS], row % BATCH_ROWS
         return Passage(batch.column(0)[at].as_py(), batch.column(1)[at].as_py(), score)
 
@@ -155,8 +158,10 @@ class Corpus:
 
 
 def arrow_path(path: str | Path) -> Path:
-    """Where the Arrow file of a corpus is kept: one for each path, so that a changed corpus replaces its old
-    one."""
+    """The path of a corpus's Arrow file.
+
+    It depends on the corpus's path alone, so the file of a changed corpus replaces the old one.
+    """
     folder = Path(os.environ.get("LLD_CACHE") or "~/.cache/lld").expanduser() / "corpora"
     resolved = Path(path).resolve()
     return folder / f"{resolved.name}-{hashlib.sha256(str(resolved).encode()).hexdigest()[:16]}.arrow"
@@ -203,7 +208,7 @@ def count_hits(corpus: Corpus, topk: int) -> int:
 
 
 def take_hits(corpus: Corpus, rows, scores) -> list[Passage]:
-    """The passages of `rows` with their scores; a row of -1, where FAISS found fewer, is left out."""
+    """The passages of `rows` with their scores; rows of -1 (FAISS found fewer) are left out."""
     return [
         corpus.passage(int(row), float(score)) for row, score in zip(rows, scores, strict=True) if row >= 0
     ]

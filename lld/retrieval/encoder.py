@@ -1,4 +1,4 @@
-"""A text encoder: its prefixes, its pooling, unit vectors of queries and passages."""
+"""A text encoder: prefixes, pooling, and unit vectors of queries and passages."""
 
 import json
 import re
@@ -9,19 +9,20 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
-# What lies beyond is cut before it is tokenized: WordPiece reads words of up to 100 letters
+# Longer texts are cut at CHARACTERS_A_TOKEN x max_tokens before tokenization; WordPiece accepts words of up
+# to 100 letters.
 CHARACTERS_A_TOKEN = 128
-# A forward pass costs this much beyond its tokens: weights to read (measured), kernels to launch (a guess)
+# Fixed cost of a forward pass, in tokens: reading the weights (measured), kernel launches (estimated).
 PASS_TOKENS = {"cpu": 32, "cuda": 2048}
 
 
 def encoder_style(name: str) -> dict[str, str]:
-    """What an encoder expects, from the last part of its name: {"query": prefix, "passage": prefix,
-    "pooling": "mean" | "cls"}.
+    """The prefixes and pooling of an encoder, from the last part of its name.
 
-    "e5" as a word of the name: "query: " / "passage: ", mean. "bge": an instruction before queries, CLS. Any
-    other: no prefix, mean. These are Search-R1's rules. `1_Pooling/config.json` in a local folder overrules
-    the pooling; ValueError if it asks for another kind.
+    Returns {"query": prefix, "passage": prefix, "pooling": "mean" | "cls"}. With "e5" as a word of the name:
+    "query: " / "passage: ", mean. With "bge": an instruction before queries, CLS. Any other: no prefix, mean.
+    These are Search-R1's rules. `1_Pooling/config.json` in a local folder overrides the pooling; ValueError
+    if it names a pooling other than mean and CLS.
     """
     words = re.split(r"[^a-z0-9]+", Path(name).name.lower())
     style = {"query": "", "passage": "", "pooling": "mean"}
@@ -40,7 +41,8 @@ def encoder_style(name: str) -> dict[str, str]:
             ]
         except (ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"{pooling_file} is damaged ({error}): fetch the encoder again") from None
-        mode = options.get("pooling_mode") or "+".join(modes)  # sentence-transformers >= 6 writes one name
+        # sentence-transformers >= 6 writes a single name.
+        mode = options.get("pooling_mode") or "+".join(modes)
         if mode not in ("mean", "cls"):
             raise ValueError(
                 f"{pooling_file} asks for {mode!r} pooling: use an encoder with mean or cls pooling"
@@ -50,8 +52,9 @@ def encoder_style(name: str) -> dict[str, str]:
 
 
 def cut_batches(lengths: list[int], most: int, pass_tokens: int) -> list[tuple[int, int]]:
-    """Cuts ascending `lengths` into batches [start, end) of up to `most` so that padded tokens, and
-    `pass_tokens` a batch, are fewest in sum.
+    """Cuts ascending `lengths` into batches [start, end) of at most `most` texts, at the lowest cost.
+
+    The cost of a batch is its tokens with padding, plus `pass_tokens`.
 
     >>> cut_batches([5, 5, 6, 40], 16, 8)
     [(0, 3), (3, 4)]
@@ -70,18 +73,19 @@ def cut_batches(lengths: list[int], most: int, pass_tokens: int) -> list[tuple[i
 
 
 def encoder_device(device: str | None) -> torch.device:
-    """The device with its number: "cuda" alone is GPU 0 in a thread that has not chosen one, as a pool's have
-    not."""
+    """The device with its index.
+
+    Without one, "cuda" would mean GPU 0 in every thread that has set no device, such as those of a pool.
+    """
     if (device or "cuda") == "cuda" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(device or "cpu")
 
 
 class Encoder:
-    """A text encoder from a hub name or folder: fp16 on a GPU, fp32 on the CPU; safe to call from several
-    threads.
+    """A text encoder from a hub name or folder: fp16 on a GPU, fp32 on the CPU; thread-safe.
 
-    On several GPUs each process of `accelerate launch` has its own; a single process uses the current one.
+    Each process uses its current GPU; under `accelerate launch` every process has its own.
     """
 
     def __init__(self, name: str, max_tokens: int = 256, device: str | None = None):
@@ -90,7 +94,8 @@ class Encoder:
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(name)
             shape = AutoConfig.from_pretrained(name)
-            shape._attn_implementation = None  # a file may name a kernel on the hub there, which is code
+            # The file may name an attention kernel on the hub here, which would download and run code.
+            shape._attn_implementation = None
             self.model = AutoModel.from_pretrained(
                 name, config=shape, dtype=torch.float16 if self.device.type == "cuda" else torch.float32
             )
@@ -101,15 +106,16 @@ class Encoder:
             ) from None
         self.model.to(self.device).eval()
         self.dim = self.model.config.hidden_size
-        self.lock = threading.Lock()  # a fast tokenizer refuses two threads at once ("Already borrowed")
+        # A fast tokenizer raises "Already borrowed" if two threads use it at once.
+        self.lock = threading.Lock()
 
     @torch.inference_mode()
     def encode(self, texts: list[str], kind: str, batch_size: int = 256, progress=None) -> torch.Tensor:
-        """Unit vectors (Q, D), float32 on the CPU, of "query" or "passage" texts cut at `max_tokens`, in the
-        order given.
+        """Unit vectors (Q, D), float32 on the CPU, in the order of `texts`.
 
-        Texts of like length share a batch of `batch_size` or fewer, so that little is padded. The same texts
-        and `batch_size` make the same batches, so the same bits. `progress(n)` is told of every n texts done.
+        kind: "query" or "passage". Texts are truncated at `max_tokens`. Texts of similar length share a batch
+        of at most `batch_size`, so that there is little padding. The same texts and `batch_size` give the
+        same batches, hence the same bits. `progress(n)` is called after every n texts.
         """
         most = CHARACTERS_A_TOKEN * self.max_tokens
         with self.lock:
@@ -132,7 +138,7 @@ class Encoder:
                 padded = self.tokenizer.pad(
                     {name: [ids[row] for row in rows] for name, ids in tokens.items()}, return_tensors="pt"
                 ).to(self.device)
-            # A rollout that searches in its own thread may be under it
+            # A rollout that searches in its own thread may run under autocast.
             with torch.autocast(self.device.type, enabled=False):
                 hidden_QTD = self.model(**padded).last_hidden_state.float()
             if self.style["pooling"] == "cls":

@@ -1,7 +1,7 @@
-"""Index folders: what lies in them, and whether it is complete and fits corpus, encoder and backend.
+"""Index folders: their files, and checks that they are complete and match corpus, encoder and backend.
 
-FOLDER/vectors/00000.npy …   (rows, D) float16, one shard after another in the corpus's order
-FOLDER/index.faiss           made of the shards; absent where only the torch backend is to read them
+FOLDER/vectors/00000.npy …   shards (rows, D) float16, in the order of the corpus
+FOLDER/index.faiss           built from the shards; absent with --index none, for the torch backend only
 FOLDER/bm25/                 instead of both
 FOLDER/manifest.json         written last, with size and checksum of every file
 """
@@ -24,12 +24,14 @@ BUILD = (
     "python -m lld.retrieval build --corpus CORPUS --out FOLDER --encoder NAME --index "
     "flat|hnsw|ivf-pq|ivf-sq|none|bm25"
 )
-SAME_VECTOR = 0.95  # cosine of one passage encoded twice; E5 gives two unrelated passages 0.7 to 0.8
-VERIFY_BYTES = 1e9  # files up to this in sum are compared with their checksums at every opening (a second)
+# Least cosine of one passage encoded twice; with E5 two unrelated passages have 0.7 to 0.8.
+SAME_VECTOR = 0.95
+# Files up to this size in total are checksummed at every opening, which takes a second.
+VERIFY_BYTES = 1e9
 
 
 class Vectors:
-    """The vectors (N, D) of an index folder: float16 shards, memory-mapped, so that opening reads nothing."""
+    """The vectors (N, D) of an index folder: float16 shards, memory-mapped, so opening reads only headers."""
 
     def __init__(self, folder: Path):
         self.shards = [_load_shard(path) for path in sorted((folder / "vectors").glob("[0-9]*.npy"))]
@@ -40,7 +42,7 @@ class Vectors:
         return int(self.starts[-1])
 
     def take(self, rows: np.ndarray) -> np.ndarray:
-        """The vectors of `rows` (any shape), float32 with D as a last axis."""
+        """The vectors of `rows` (any shape), float32, with D as the last dimension."""
         vectors = np.empty((rows.size, self.dim), np.float32)
         flat = rows.reshape(-1)
         shard_of = np.searchsorted(self.starts, flat, side="right") - 1
@@ -52,7 +54,7 @@ class Vectors:
 
 def _load_shard(path: Path) -> np.ndarray:
     try:
-        shard_ND = np.load(path, mmap_mode="c")  # "c": torch wants a writable array
+        shard_ND = np.load(path, mmap_mode="c")  # copy-on-write: torch wants it writable
     except (ValueError, EOFError, OSError) as error:
         raise ValueError(
             f"{path} is damaged ({error}): delete the folder and build it again (`{BUILD}`)"
@@ -66,7 +68,7 @@ def _load_shard(path: Path) -> np.ndarray:
 
 
 def read_manifest(folder: Path) -> dict:
-    """What an index folder says of itself; ValueError where that is missing or damaged."""
+    """The manifest of an index folder; ValueError if it is missing or damaged."""
     path = folder / "manifest.json"
     if not path.is_file():
         raise ValueError(
@@ -94,7 +96,7 @@ def built_for(manifest: dict) -> str:
 
 
 def match_manifest(folder: Path, manifest: dict, options: Retriever) -> None:
-    """ValueError unless the folder is whole and was built for `options`' encoder and backend."""
+    """ValueError unless the folder is complete and was built for the encoder and backend of `options`."""
     part = {"faiss": "index.faiss", "torch": "vectors", "bm25": "bm25"}[options.backend]
     if built_for(manifest) != options.backend and (
         "bm25" in (built_for(manifest), options.backend) or not (folder / part).exists()
@@ -115,7 +117,7 @@ def match_manifest(folder: Path, manifest: dict, options: Retriever) -> None:
 
 def _match_encoder(folder: Path, manifest: dict, encoder: str) -> None:
     same_style = manifest.get("style") == encoder_style(encoder)
-    # The folder of a model may have moved; its name may not.
+    # A model's folder may have moved, so only its last part is compared.
     same_name = "encoder" in manifest and Path(manifest["encoder"]).name == Path(encoder).name
     if same_style and same_name:
         return
@@ -128,9 +130,9 @@ def _match_encoder(folder: Path, manifest: dict, encoder: str) -> None:
 
 
 def check_files(folder: Path, files: dict[str, dict], most_bytes: float = VERIFY_BYTES) -> None:
-    """Compares files with the manifest's entries; ValueError names the first that is not as it was built.
+    """Compares files with the manifest's entries; ValueError names the first that differs.
 
-    Sizes are always compared, checksums only where the files together have `most_bytes` or fewer.
+    Sizes are always compared; checksums only if the files have at most `most_bytes` together.
     """
     total = sum(about["bytes"] for about in files.values())
     if total > most_bytes:
@@ -159,15 +161,16 @@ def check_files(folder: Path, files: dict[str, dict], most_bytes: float = VERIFY
 def index_fingerprint(*parts) -> str:
     """A short name for an index, equal for equal `parts`.
 
-    Parts are manifest, corpus, size and time of change of a bare file, and search options.
+    Parts are manifest, corpus, size and modification time of a bare file, and search options.
     """
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def check_vectors(where: str, num_vectors: int, dim: int, first_D, corpus: Corpus, encoder: Encoder) -> None:
-    """Refuses vectors that this encoder did not make of this corpus.
+    """ValueError unless the vectors were made by this encoder from this corpus.
 
-    `first_D`: the stored vector of passage 0, or None if there is none to compare with.
+    Compares count, dimension and passage 0. first_D: the stored vector of passage 0, or None if the index
+    cannot return it.
     """
     if num_vectors != len(corpus):
         raise ValueError(

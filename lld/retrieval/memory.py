@@ -1,4 +1,4 @@
-"""What a retriever needs of memory, said before anything is loaded, and what would fit where it does not."""
+"""Estimates the memory of a retriever before it is loaded; if it is too much, names what would fit."""
 
 import re
 import sys
@@ -12,12 +12,14 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def vector_bytes(factory: str, dim: int) -> float:
-    """Bytes a vector takes in a FAISS index of this factory string: its code, its id in an inverted list, its
-    graph edges.
+    """Bytes per vector in a FAISS index of this factory string.
 
-    >>> vector_bytes("Flat", 768), vector_bytes("IVF16384,SQ8", 768), vector_bytes("OPQ192,IVF16384,PQ192x8",
-      768)
-    (3072.0, 776.0, 200.0)
+    Sum of its code, its id in an inverted list, and its graph edges.
+
+    >>> vector_bytes("Flat", 768), vector_bytes("IVF16384,SQ8", 768)
+    (3072.0, 776.0)
+    >>> vector_bytes("OPQ192,IVF16384,PQ192x8", 768)
+    200.0
     """
     parts = factory.split(",")
     reduced = re.search(r"(?:OPQ\d+_|PCAR?|RR)(\d+)", parts[0])
@@ -34,7 +36,7 @@ def vector_bytes(factory: str, dim: int) -> float:
     if any(part.startswith("IVF") for part in parts):
         code += 8
     if match := re.match(r"HNSW(\d+)", parts[0]):
-        # Edges of the lowest level and the few above; level and offset
+        # Edges of the lowest level, 5 % for the levels above, and 12 bytes for level and offset.
         code += 4 * 2 * int(match[1]) * 1.05 + 12
     return code
 
@@ -56,12 +58,12 @@ def choices(num_vectors: int, dim: int) -> dict[str, float]:
 
 
 def available_bytes() -> float:
-    """Memory that a process may still take: the machine's, or its control group's where that is less."""
+    """Memory that is still free: the machine's, or the control group's (cgroup v2) if that is less."""
     free = psutil.virtual_memory().available
     try:
         limit, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        # File pages give way
+        # The page cache counts as used, but can be reclaimed.
         free = free if limit == "max" else min(free, int(limit) - int(used) + int(stat.get("file", 0)))
     except (OSError, ValueError):
         pass
@@ -69,7 +71,7 @@ def available_bytes() -> float:
 
 
 def gpu_bytes() -> float:
-    """Free memory of all GPUs together; a tenth of each is left to the searches themselves."""
+    """Free memory of all GPUs together, less a tenth of each for the searches themselves."""
     return sum(0.9 * torch.cuda.mem_get_info(number)[0] for number in range(torch.cuda.device_count()))
 
 
@@ -82,10 +84,10 @@ def check(
     where: str = "memory",
     reserved: float = 0.0,
 ) -> None:
-    """Prints the estimate; ValueError, naming what would fit, where `needed` bytes are more than there are.
+    """Prints the estimate; if `needed` bytes are not available, raises ValueError and names what would fit.
 
-    Mapped files count in full: an exact search reads all of them for every batch, from the disk where they do
-    not fit. `reserved` bytes of the host's memory are spoken for.
+    Mapped files count in full: an exact search reads all of them for every batch, and from the disk if they
+    do not fit. `reserved`: bytes of host memory that are already promised.
     """
     free = (
         limit_gb * GB if limit_gb is not None else gpu_bytes() if where == "GPU memory" else available_bytes()
@@ -115,7 +117,7 @@ def check(
 
 
 def check_server(needed: float, limit_gb: float | None) -> None:
-    """The same for what a server takes beside its index: cache, requests and replies under way."""
+    """Like `check`, for a server's memory besides its index: cache, requests and replies in progress."""
     free = limit_gb * GB if limit_gb is not None else available_bytes()
     print(
         f"retriever: cache and requests: at most {needed / GB:.2f} GB of memory, {free / GB:.2f} GB "
@@ -131,8 +133,10 @@ def check_server(needed: float, limit_gb: float | None) -> None:
 
 
 def check_build(factory: str, num_vectors: int, dim: int, train_rows: int) -> None:
-    """The same for making a FAISS index: a flat one is streamed to the disk, any other is held while it is
-    filled."""
+    """Like `check`, for building a FAISS index.
+
+    A flat index is streamed to the disk; any other is held in memory, with its training vectors.
+    """
     held = (
         0.0
         if factory in ("Flat", "none")

@@ -1,5 +1,7 @@
-"""Record and replay of searches: one SQLite file of query -> passages, with which a run is repeatable without
-its index."""
+"""Record and replay of searches, so that a run can be repeated without its index.
+
+A recording is one SQLite file that maps (query, topk) to passages.
+"""
 
 import json
 import sqlite3
@@ -17,12 +19,11 @@ CREATE TABLE IF NOT EXISTS searches (query TEXT, topk INTEGER, passages TEXT, PR
 
 
 class Recording:
-    """A file of searches, shared by all threads and processes of a run; a kill loses nothing that was
-    answered.
+    """A file of searches, shared by all threads and processes of a run.
 
-    The first answer to a query is kept and given from then on, to every process: so what a recorded run saw
-    is what its replay sees, even where an index breaks ties one way today and another way tomorrow. Failed
-    searches are not recorded; those that found nothing are.
+    A search is committed before it is answered, so a killed run loses none. The first answer to a query is
+    kept, and every process gets it from then on. A replay therefore sees what the recorded run saw, even if
+    the index breaks ties differently each time. Failed searches are not recorded; empty results are.
     """
 
     def __init__(
@@ -32,8 +33,10 @@ class Recording:
         search: Callable[[list[str]], list[list[Passage]]] | None = None,
         fingerprint: str | None = None,
     ):
-        """With `search`, records into `path` (ValueError where it was recorded from another index); without,
-        replays it."""
+        """Records into `path` if `search` is given, else replays it.
+
+        ValueError if `path` is not a recording, or was made with another index or another topk.
+        """
         if search is None and not Path(path).is_file():
             raise ValueError(f"retriever.replay = {path}: no such recording; make one with retriever.record")
         self.path, self.topk, self.search, self.lock = path, topk, search, threading.Lock()
@@ -75,8 +78,7 @@ class Recording:
         return found
 
     def record(self, queries: list[str]) -> list[list[Passage]]:
-        """The passages of every query: those recorded, and for what is new those that the search finds
-        now."""
+        """The passages of every query: from the recording, or searched for and recorded now."""
         found = self._look_up(queries)
         new = [query for query in dict.fromkeys(queries) if query not in found]
         if new:
@@ -92,7 +94,7 @@ class Recording:
         return [found[query] for query in queries]
 
     def replay(self, queries: list[str]) -> list[list[Passage]]:
-        """The recorded passages; ValueError for a query that was never asked."""
+        """The recorded passages; ValueError for a query that was not recorded."""
         found = self._look_up(queries)
         for query in queries:
             if query not in found:
