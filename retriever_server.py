@@ -5,15 +5,15 @@
       -H 'Content-Type: application/json' 127.0.0.1:8000/retrieve
 
 POST /retrieve {"queries": [str, …], "topk": int | null, "return_scores": bool}
-  → {"result": [[{"document": {"id", "contents"}, "score"}, …], …]}, or bare documents where return_scores is
-  false. Errors: 422 for a body of another shape or beyond the limits (also a topk of 0, which Search-R1's
-  server reads as null), 413 for a body too long, 408 for one too slow, 429 where too much is under way, 503
-  beyond --max-connections.
+  → {"result": [[{"document": {"id", "contents"}, "score"}, …], …]}, or bare documents if return_scores is
+  false. Errors: 422 for a body of another shape or beyond the limits (also for a topk of 0, which Search-R1's
+  server reads as null), 413 for a body that is too long, 408 for one that is too slow, 429 for too many
+  requests in progress, 503 beyond --max-connections.
 GET /health → {"status", "corpus_size", "backend", "encoder", "fingerprint"}
 GET /stats → queue, batches, latency, cache
 
-Requests of many clients are searched for in batches. SIGTERM and Ctrl-C let requests under way end; the exit
-code is then 0. PyTorch and FAISS are imported where they are used, so that a wrong option or a port in use is
+The queries of many clients are batched. After SIGTERM or Ctrl-C, requests in progress are answered and the
+exit code is 0. PyTorch and FAISS are imported where they are used, so a wrong option or a port in use is
 reported at once.
 """
 
@@ -32,20 +32,20 @@ from fastapi import FastAPI
 from lld import config, settings
 from lld.retrieval.service import BODIES, REQUESTS, Limits, guarded_protocol, make_app
 
-GRACE_S = 30  # for requests under way when the server is told to stop
-# Memory a passage of 100 words takes while it is answered (measured): found, as JSON, being sent
+GRACE_S = 30  # for requests in progress at SIGTERM or Ctrl-C
+# Memory per passage of 100 words in a reply (measured): as object, as JSON and in the send buffer.
 REPLY_BYTES = 3000
 
 
 def default_searches() -> int:
-    """One where there is a GPU; on a CPU one a core, at most 4, because more make batches small."""
+    """1 with a GPU; on a CPU one per core, at most 4, because more would make batches small."""
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return 1 if torch.cuda.is_available() else min(cores, 4)
 
 
-# Options of config.Retriever that the command line takes besides --index, --corpus and --encoder: type, help.
+# Options of config.Retriever on the command line besides --index, --corpus and --encoder: type, help.
 RETRIEVER_OPTIONS = {
     "backend": (
         str,
@@ -145,7 +145,7 @@ def parse_options(arguments: list[str] | None = None) -> tuple[config.Retriever,
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that holds the address and does not listen yet; ValueError where it cannot be had."""
+    """A socket bound to the address, not listening yet; ValueError if it cannot be bound."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, _, _, address = found[0]
@@ -171,14 +171,15 @@ def _cannot_bind(host: str, port: int, error: OSError) -> ValueError:
 
 
 def serve(app: FastAPI, bound: socket.socket, limits: Limits) -> None:
-    """Answers requests until SIGTERM or Ctrl-C, then those under way."""
+    """Answers requests until SIGTERM or Ctrl-C, then finishes those in progress."""
     server = uvicorn.Server(
         uvicorn.Config(
             app, log_level="warning", http=guarded_protocol(limits), timeout_graceful_shutdown=GRACE_S
         )
     )
 
-    def stopped(*_) -> None:  # uvicorn sends itself the signal once more when all is answered
+    def stopped(*_) -> None:
+        # After its shutdown uvicorn raises the signal again, which ends up here.
         raise SystemExit(0)
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -187,7 +188,7 @@ def serve(app: FastAPI, bound: socket.socket, limits: Limits) -> None:
 
 
 def start(arguments: list[str] | None = None) -> None:
-    """Takes the port, opens the index, serves."""
+    """Binds the port, opens the index, serves."""
     options, args = parse_options(arguments)
     limits = Limits(
         queries=args.max_queries,
@@ -197,7 +198,7 @@ def start(arguments: list[str] | None = None) -> None:
         request_s=args.request_s,
         connections=args.max_connections,
     )
-    # The port first: opening an index may take minutes.
+    # Bind first: opening an index may take minutes.
     bound = bind(args.host, args.port)
     from lld.retrieval import memory
     from lld.retrieval.backends import open_retriever
@@ -216,7 +217,7 @@ def start(arguments: list[str] | None = None) -> None:
     )
     try:
         bound.listen(2048)
-    except OSError as error:  # another process has taken the port since
+    except OSError as error:  # another process listens there by now
         raise _cannot_bind(args.host, args.port, error) from None
     print(
         f"{len(retriever.corpus):,} passages, backend {retriever.backend}, listening on {url_of(bound)}",
@@ -234,12 +235,12 @@ def main() -> None:
     try:
         start()
     except ValueError as error:
-        # Messages name options as in a YAML, retriever.max_memory_gb; here they are --max-memory-gb.
+        # Messages name options as in YAML (retriever.max_memory_gb); here they are flags (--max-memory-gb).
         text = re.sub(r"\bretriever\.([a-z_]+)", lambda match: flag(match[1]), str(error))
         print(f"error: {text}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
-        raise SystemExit(130) from None  # while the index was opened
+        raise SystemExit(130) from None  # interrupted before serving
 
 
 if __name__ == "__main__":

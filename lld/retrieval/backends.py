@@ -1,13 +1,13 @@
-"""Opens the search backend that the options name, checked against its corpus, encoder and memory.
+"""Opens the search backend of a run and checks it against corpus, encoder and memory.
 
 A backend is a class with `search(queries, topk) -> list[list[Passage]]`, best passage first:
 
-- faiss (faiss_file.py): a FAISS file, on the CPU, mapped from the disk. Search-R1's own `e5_Flat.index` and
-  `wiki-18.jsonl` work as they are.
-- torch (exact.py): exact search, chunk by chunk, over the float16 shards of an index folder, or over int8
-  made of them; on all GPUs, or on the CPU, where float16 shards stay mapped from the disk.
+- faiss (faiss_file.py): a FAISS file, on the CPU, memory-mapped. Search-R1's own `e5_Flat.index` and
+  `wiki-18.jsonl` work unchanged.
+- torch (exact.py): exact search, chunk by chunk, over the float16 shards of an index folder or an int8 copy
+  of them; on all GPUs, or on the CPU, where float16 shards stay memory-mapped.
 - bm25 (bm25.py): words, no neural encoder. Without an index folder it is built in memory when opened.
-- random, empty, oracle (controls.py): controls of an experiment.
+- random, empty, oracle (controls.py): experimental controls.
 """
 
 import dataclasses
@@ -32,11 +32,11 @@ OF_CORPUS = {"random": RandomSearch, "empty": EmptySearch}
 
 
 def open_retriever(options: Retriever, reserved_bytes: float = 0.0):
-    """The search backend that `options` describe; ValueError with the remedy where something does not fit.
+    """The search backend that `options` describe; ValueError with the remedy on a mismatch.
 
-    It has `search`, `backend`, `corpus`, `encoder` (None without one) and `fingerprint`, which changes when
-    its results may. A backend of None is what the index folder was built for, or faiss for a file.
-    `reserved_bytes`: host memory that is already promised to something else.
+    It has `search`, `backend`, `corpus`, `encoder` (None without one) and `fingerprint`, which changes
+    whenever its results may. A backend of None means the one the index folder was built for, or faiss for a
+    file. reserved_bytes: host memory that is already promised to something else.
     """
     if options.corpus is None:
         raise ValueError(
@@ -46,7 +46,8 @@ def open_retriever(options: Retriever, reserved_bytes: float = 0.0):
     manifest = read_manifest(path) if path is not None and path.is_dir() else None
     if options.backend is None:
         options = dataclasses.replace(options, backend=built_for(manifest) if manifest else "faiss")
-        check_retriever(Config(retriever=options))  # options that this backend does not read
+        # Refuses options that this backend does not read.
+        check_retriever(Config(retriever=options))
     _refuse_gpus_for_each(options)
     if manifest is not None:
         match_manifest(path, manifest, options)
@@ -60,7 +61,7 @@ def open_retriever(options: Retriever, reserved_bytes: float = 0.0):
             f"{corpus.path} ({len(corpus)}): set retriever.corpus to that one, or build again (`{BUILD}`)"
         )
     retriever = _open_backend(options, path, manifest, corpus, reserved_bytes)
-    # A bare FAISS file has no manifest with checksums: its size and time of change stand for it.
+    # A bare FAISS file has no manifest with checksums: use its size and modification time instead.
     bare = [path.stat().st_size, path.stat().st_mtime_ns] if path is not None and path.is_file() else None
     retriever.fingerprint = index_fingerprint(
         options.backend,
@@ -77,7 +78,7 @@ def open_retriever(options: Retriever, reserved_bytes: float = 0.0):
 
 
 def _find_index(options: Retriever) -> Path | None:
-    """retriever.index, if the backend reads it; ValueError where it is missing or of the wrong kind."""
+    """retriever.index if the backend reads it, else None; ValueError if missing or of the wrong kind."""
     if options.index is None or options.backend not in USE_INDEX:
         if options.backend in NEED_INDEX:
             backend = "null" if options.backend is None else repr(options.backend)
@@ -98,7 +99,7 @@ def _find_index(options: Retriever) -> Path | None:
 
 
 def _refuse_gpus_for_each(options: Retriever) -> None:
-    """Each of several processes of one launch would copy the whole index to all GPUs."""
+    """ValueError if each of several ranks would copy the whole index to all GPUs."""
     num_processes = int(os.environ.get("WORLD_SIZE", 1))
     on_gpus = options.backend == "torch" and options.device == "auto" and torch.cuda.is_available()
     if num_processes > 1 and on_gpus:
@@ -115,7 +116,7 @@ def _open_backend(
     if options.backend in OF_CORPUS:
         return OF_CORPUS[options.backend](corpus)
     if options.backend in ("bm25", "oracle"):
-        # The libraries are imported where they are used: faiss and bm25s take a second.
+        # Imported here, because importing faiss and bm25s takes a second.
         from lld.retrieval.bm25 import BM25Search, build_bm25, open_bm25
 
         words = BM25Search(build_bm25(corpus) if path is None else open_bm25(path, corpus), corpus)

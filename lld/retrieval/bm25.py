@@ -1,8 +1,8 @@
 """Search by words: BM25 (Lucene's formula, k1 0.9, b 0.4).
 
-A word is a run of letters and digits in lower case: no stemming and no stop words, which would confuse or
-lose made-up names. Equal scores come in corpus order, and passages that share no word with the query fill
-up the list with score 0.
+A word is a run of letters, digits and underscores, in lower case. There is no stemming and there are no stop
+words: both would damage made-up names. Ties are in corpus order, and passages that share no word with the
+query fill up the list with score 0.
 """
 
 import re
@@ -38,9 +38,9 @@ def build_bm25(corpus: Corpus) -> bm25s.BM25:
 
 
 def open_bm25(folder: Path, corpus: Corpus) -> bm25s.BM25:
-    """The BM25 index of an index folder, mapped from the disk.
+    """The BM25 index of an index folder, memory-mapped.
 
-    ValueError where its files do not fit each other and the corpus.
+    ValueError if its files do not fit each other and the corpus.
     """
     remedy = f"delete the folder and build it again (`{BUILD}`)"
     damaged = (OSError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
@@ -67,7 +67,7 @@ def _fits(index: bm25s.BM25, num_passages: int) -> bool:
         return False
     if words and (min(words) < 0 or max(words) >= len(starts) - 1):
         return False
-    # Reading all rows of a larger index would undo the mapping.
+    # A larger index is not checked: that would read all of the mapped file.
     if len(rows) and rows.nbytes <= VERIFY_BYTES and (rows.min() < 0 or rows.max() >= num_passages):
         return False
     return index.scores["num_docs"] == num_passages
@@ -90,7 +90,7 @@ class BM25Search:
         scores_N = self.index.get_scores_from_ids(self.index.get_tokens_ids(WORD.findall(query.lower())))
         cut = np.partition(scores_N, -num_hits)[-num_hits]
         above = np.flatnonzero(scores_N > cut)
-        # bm25s's own top-k may take any of those with equal scores; this takes the first.
+        # Among equal scores bm25s's own top-k may return any rows; this takes the first ones.
         equal = np.flatnonzero(scores_N == cut)[: num_hits - len(above)]
         rows = np.concatenate([above, equal])
         rows = rows[np.argsort(-scores_N[rows], kind="stable")]

@@ -8,8 +8,9 @@ from lld.retrieval.corpus import Corpus, count_hits, take_hits
 from lld.retrieval.encoder import Encoder
 from lld.retrieval.index import Vectors, check_vectors
 
-CHUNK_ROWS = 1 << 14  # vectors scored at once on the CPU: with QUERY_ROWS queries 16 MB of scores
-GPU_CHUNK_ROWS = 1 << 18  # and on a GPU
+# Vectors scored at once on the CPU; with QUERY_ROWS queries this is 16 MB of scores.
+CHUNK_ROWS = 1 << 14
+GPU_CHUNK_ROWS = 1 << 18  # the same on a GPU
 QUERY_ROWS = 256
 
 
@@ -17,8 +18,8 @@ QUERY_ROWS = 256
 def nearest(parts: list[tuple], queries_QD: torch.Tensor, num_hits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores and rows (Q, K) of the best inner products, best first.
 
-    parts: (first row, matrix, int8's scales or None). Those on different GPUs are searched at the same time:
-    nothing waits for a GPU before all have their work.
+    parts: (first row, matrix, scales of int8 or None). GPUs work in parallel: all kernels are launched before
+    the first result is copied back.
     """
     best = [_nearest_in_part(*part, queries_QD, num_hits) for part in parts]
     scores_QK = torch.cat([scores.cpu() for scores, _ in best], 1)
@@ -41,8 +42,8 @@ def _nearest_in_part(
     for start in range(0, len(matrix_ND), chunk_rows):
         chunk_ND = matrix_ND[start : start + chunk_rows].to(asked_QD.dtype)
         if on_gpu:
-            # Sums in float32: scores rounded to half would tie. This reads each float16 vector once and makes
-            # no float32 copy of it.
+            # Accumulates and returns float32, since scores rounded to float16 would tie. Reads each float16
+            # vector once, without a float32 copy.
             scores_QN = torch.mm(asked_QD, chunk_ND.T, out_dtype=torch.float32)
         else:
             scores_QN = asked_QD @ chunk_ND.T
@@ -58,9 +59,9 @@ def _nearest_in_part(
 
 
 def quantize(vectors_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """int8 codes (N, D) and float32 scales (N, 1), with codes * scales near the vectors.
+    """int8 codes (N, D) and float32 scales (N, 1), with codes * scales close to the vectors.
 
-    Each vector has its own scale, which maps its largest entry to 127.
+    Each vector has its own scale, which maps its largest absolute entry to 127.
     """
     scales_N1 = vectors_ND.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
     return (vectors_ND.float() / scales_N1).round().to(torch.int8), scales_N1
@@ -93,7 +94,7 @@ class TorchSearch:
 
     @staticmethod
     def _over_gpus(vectors: Vectors, dtype: str) -> list[tuple[int, torch.Tensor, torch.Tensor | None]]:
-        """Equal runs of rows on every GPU, copied shard by shard: no more than one shard is held twice."""
+        """Splits the rows evenly over the GPUs, copied shard by shard: at most one shard is held twice."""
         count = torch.cuda.device_count()
         parts = []
         for number in range(count):

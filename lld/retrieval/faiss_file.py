@@ -1,4 +1,4 @@
-"""Search in a FAISS index file, mapped from the disk, on the CPU."""
+"""Search in a FAISS index file on the CPU, memory-mapped."""
 
 from pathlib import Path
 
@@ -16,10 +16,10 @@ from lld.retrieval.index import BUILD, Vectors, check_vectors
 class FaissSearch:
     """Search in a FAISS index file.
 
-    An L2 index gets negated distances as scores, so that higher is always better.
+    With an L2 index the scores are negated distances, so that higher is always better.
     params: FAISS's search parameters, such as "nprobe=64" or "efSearch=128"; "" keeps those of the file.
-    rerank: so many best rows are scored again with the float16 vectors on the disk, at as many random reads a
-    query: a small compressed index in memory then gives nearly exact results.
+    rerank: number of best rows to score again with the float16 vectors on the disk, at one random read each.
+    A small compressed index in memory then gives nearly exact results.
     """
 
     backend = "faiss"
@@ -46,8 +46,8 @@ class FaissSearch:
             ) from None
         self.higher_is_better = self.index.metric_type == faiss.METRIC_INNER_PRODUCT
         check_vectors(str(path), self.index.ntotal, self.index.d, self._first_vector(), corpus, encoder)
-        # A flat index's own rows: PyTorch's product over them takes a fifth of FAISS's time for a batch, half
-        # for one query.
+        # A view of a flat index's rows. PyTorch's matrix product over them takes a fifth of FAISS's time for
+        # a batch and half for one query.
         self.flat = None
         if isinstance(self.index, faiss.IndexFlatIP):
             num, dim = self.index.ntotal, self.index.d
@@ -57,14 +57,14 @@ class FaissSearch:
             self._set_parameters(path, params)
 
     def _first_vector(self) -> np.ndarray | None:
-        """The stored vector of passage 0, None where the index does not hold one to compare with."""
+        """The stored vector of passage 0; None if the index cannot return it or is an L2 index."""
         if not self.higher_is_better:
             return None
         if self.vectors is not None:
             return self.vectors.take(np.array([0]))[0]
         try:
             return self.index.reconstruct(0)
-        except RuntimeError:  # some compressed indexes cannot give a vector back
+        except RuntimeError:  # some compressed indexes cannot reconstruct
             return None
 
     def _set_parameters(self, path: Path, params: str) -> None:

@@ -1,6 +1,6 @@
-"""The retriever's web application: limits on requests and connections, replies.
+"""The retriever's web application: routes, replies, limits on requests and connections.
 
-retriever_server.py describes the wire format and starts it.
+retriever_server.py starts it and documents the wire format.
 """
 
 import asyncio
@@ -17,9 +17,9 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from lld.tools import Passage
 
-# Requests of the largest allowed size that are answered in parallel; beyond them the reply is 429
+# Requests of the largest allowed size that are answered in parallel; beyond that the reply is 429.
 REQUESTS = 4
-# Bodies of the largest allowed size that are held while they arrive
+# Request bodies of the largest allowed size that are held in memory while they arrive.
 BODIES = 16
 HINT = {
     "service": "a retriever of lld",
@@ -30,13 +30,13 @@ HINT = {
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a request may ask for at most; Search-R1's rollout sends 2,560 queries with topk 3 in one body."""
+    """Limits of requests and connections. Search-R1's rollout sends 2,560 queries with topk 3 in one body."""
 
     queries: int = 8192
     topk: int = 1000
     passages: int = 65_536  # queries x topk
     body_mb: float = 16.0
-    # For the headers to arrive, for the body, and for the client to read some of the reply
+    # Seconds for the headers to arrive, for the body, and for the client to read more of the reply.
     request_s: float = 30.0
     connections: int = 512
 
@@ -54,16 +54,16 @@ class Query(BaseModel):
         try:
             "".join(queries).encode()
         except UnicodeEncodeError:
-            # A tokenizer would raise on it, and the reply would be 500.
+            # The tokenizer would raise later, and the reply would be 500.
             raise ValueError("a lone surrogate is no text") from None
         return queries
 
 
 class BodyLimit:
-    """ASGI middleware that reads bodies whole, within `max_bytes` and `seconds`.
+    """ASGI middleware that reads the whole body, within `max_bytes` and `seconds`.
 
-    Answers 413 to a longer one, without reading the rest, and 408 to a slower one. All bodies that are
-    arriving take BODIES x max_bytes at most; a request that would exceed that is answered 429.
+    The reply is 413 to a longer body, without reading the rest, and 408 to a slower one. All bodies that are
+    arriving may take BODIES x max_bytes together; a request that exceeds this gets 429.
     """
 
     def __init__(self, app, max_bytes: float, seconds: float):
@@ -88,7 +88,7 @@ class BodyLimit:
         await self.app(scope, replay, send)
 
     async def _read(self, scope, receive) -> tuple[bytes | None, tuple[int, str] | None]:
-        """The body, or (status, reason) of its refusal; neither where the client has disconnected."""
+        """(body, None), or (None, (status, reason)) if refused; (None, None) if the client disconnected."""
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         size = int(declared) if declared.isdigit() and int(declared) > self.max_bytes else 0
         pieces, more = [], True
@@ -115,20 +115,20 @@ class BodyLimit:
 
 
 def guarded_protocol(limits: Limits) -> type:
-    """`GuardedProtocol` with these limits, as uvicorn takes it: a class."""
+    """A subclass of `GuardedProtocol` with these limits; uvicorn needs a class."""
     return type("Guarded", (GuardedProtocol,), {"limits": limits})
 
 
 class GuardedProtocol(AutoHTTPProtocol):
-    """uvicorn's HTTP protocol with a bound on connections, and deadlines for headers and for reading a reply.
+    """uvicorn's HTTP protocol with a limit on connections and deadlines for headers and for reading a reply.
 
-    uvicorn's limit_concurrency closes no connection, and its keep-alive limit ends with a request's first
-    byte.
+    uvicorn's limit_concurrency closes no connection, and its keep-alive timeout ends at the first byte of a
+    request.
     """
 
     limits: Limits
-    timer = None  # of the deadline that runs
-    left = None  # bytes of the reply that the client had not read when it was set
+    timer = None  # of the current deadline
+    left = None  # unread bytes of the reply when it was set
 
     def connection_made(self, transport):
         super().connection_made(transport)
@@ -141,7 +141,8 @@ class GuardedProtocol(AutoHTTPProtocol):
     def data_received(self, data):
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
-            self._disarm()  # the headers are here; BodyLimit has a deadline for the body
+            # The headers have arrived; BodyLimit has a deadline for the body.
+            self._disarm()
         elif self.timer is None:
             self._arm(self._late)
 
@@ -181,7 +182,7 @@ class GuardedProtocol(AutoHTTPProtocol):
 
 
 def too_many_connections(most: int) -> bytes:
-    """A whole HTTP reply, written before there is a request to answer."""
+    """The bytes of a complete 503 reply, sent before any request arrives."""
     body = json.dumps({"detail": f"{most} connections are open already (--max-connections)"}).encode()
     head = (
         "HTTP/1.1 503 Service Unavailable",
@@ -194,7 +195,7 @@ def too_many_connections(most: int) -> bytes:
 
 
 def encode_result(hits: list[list[Passage]], return_scores: bool) -> bytes:
-    """The JSON of a reply; FastAPI's own encoder takes longer over it than the search does."""
+    """The JSON of a reply. FastAPI's own encoder takes longer than the search."""
 
     def entry(passage: Passage) -> dict:
         document = {"id": passage.id, "contents": passage.contents}
@@ -204,7 +205,7 @@ def encode_result(hits: list[list[Passage]], return_scores: bool) -> bytes:
 
 
 def check_query(query: Query, topk: int, limits: Limits) -> str | None:
-    """Which limit a request exceeds, and the remedy; None where it exceeds none."""
+    """The limit that a request exceeds, and the remedy; None if it is within all limits."""
     num_queries = len(query.queries)
     for name, asked, most, option in (
         ("queries", num_queries, limits.queries, "queries"),
@@ -221,8 +222,10 @@ def check_query(query: Query, topk: int, limits: Limits) -> str | None:
 
 
 def refuse(request: Request, error: RequestValidationError) -> JSONResponse:
-    """The reply to a body of another shape; FastAPI's own quotes the input, and fails with 500 where that is
-    NaN or a lone surrogate."""
+    """The reply to a body of another shape.
+
+    FastAPI's own reply quotes the input, and fails with 500 if that is NaN or a lone surrogate.
+    """
     reasons = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
     return JSONResponse({"detail": reasons.encode("utf-8", "replace").decode()}, status_code=422)
 
@@ -240,7 +243,7 @@ def health_of(retriever) -> dict:
 def make_app(retriever, topk: int, limits: Limits = Limits(), **batching) -> FastAPI:
     """The web application around an opened retriever.
 
-    topk: for requests that name none; batching: arguments of `Batcher`.
+    topk: for requests without one; batching: arguments of `Batcher`.
     """
     from lld.retrieval.batching import Batcher, Busy  # imports torch
 
