@@ -2,8 +2,8 @@
 
 Llama, Qwen2 and Qwen3 decoders are run layer by layer here, through their own modules: transformers' forward
 launches twice as many operations, which dominates the cost of a small batch, and computes the last layer for
-tokens whose output nobody reads. Every other decoder, and one whose weights are sharded, goes through its own
-forward; both ways the numbers agree to rounding.
+tokens whose output is not used. Other decoders, and sharded ones, run through their own forward. The two
+agree up to rounding.
 """
 
 import torch
@@ -15,16 +15,16 @@ from lld.model.joined import KINDS, joined, neighbours
 from lld.model.lm_head import float32_logits
 
 LENGTH_BUCKET = 256  # the cache grows in steps of this many tokens
-# A CPU multiplies slice by slice for so many rows, and matrices of so many weights or more.
+# On a CPU, matmuls with this many rows and at least this many weights run slice by slice.
 FEW = range(2, 129)
 LARGE = 2**22
-ROPES = ("default", "linear", "llama3", "yarn")  # angles do not depend on the sequence's length
+ROPES = ("default", "linear", "llama3", "yarn")  # types whose angles do not depend on the sequence length
 
 
 def grown(room: int, length: int, limit: int | None = None) -> int:
-    """The new row length of a cache with `room` tokens a row that must hold `length`, in whole buckets.
+    """The new row length of a cache with `room` tokens per row that must hold `length`, in whole buckets.
 
-    At least half as many again, but no more than `limit` asks for.
+    At least 1.5 times `room`, but no more than `limit` or `length` requires.
     """
     wanted = max(length, room * 3 // 2)
     if limit is not None:
@@ -35,8 +35,8 @@ def grown(room: int, length: int, limit: int | None = None) -> int:
 class SlotCache:
     """Keys and values of all slots in one tensor (layers, 2, S, T, H, D); transformers' `past_key_values`.
 
-    It grows with the rows up to `max_tokens`. On a GPU it has that size from the start: the memory must be
-    there anyway, growing holds the old and the new tensor at once, and CUDA graphs hold its address.
+    It grows with the rows up to `max_tokens`. On a GPU it has that size from the start: the memory is needed
+    anyway, growing keeps the old and the new tensor in memory at once, and CUDA graphs hold its address.
     """
 
     def __init__(self, config, num_slots: int, device, dtype, max_tokens: int | None = None):
@@ -50,28 +50,28 @@ class SlotCache:
         self.spans: Spans | SingleSpans | None = None
 
     def begin_pass(self, spans: Spans | SingleSpans) -> None:
-        """Says which rows and positions the tokens of the next forward pass belong to.
+        """Sets the rows and positions of the tokens of the next forward pass.
 
-        transformers calls `update` with keys and values only, so the cache has to know.
+        transformers passes only keys and values to `update`.
         """
         self.spans = spans
 
     @property
     def room(self) -> int:
-        """Tokens a row has room for."""
+        """Capacity of a row in tokens."""
         return self.keys_values.shape[3]
 
     def _allocate(self, length: int) -> torch.Tensor:
         *outer, heads, dim = self.shape
-        # Zeros, because masked keys still enter the sum as 0 * value and must be finite. On a CPU the tokens
-        # of a head are contiguous: its attention takes 4 times longer otherwise. A GPU's flash kernels want
-        # all heads of a token contiguous.
+        # Zeros, because masked values still enter the sum as 0 * value and must be finite. On a CPU the
+        # tokens of a head are contiguous: attention takes 4 times longer otherwise. A GPU's flash kernels
+        # need all heads of a token contiguous.
         if self.options["device"].type == "cuda":
             return torch.zeros(*outer, length, heads, dim, **self.options)
         return torch.zeros(*outer, heads, length, dim, **self.options).transpose(3, 4)
 
     def reserve(self, length: int) -> None:
-        """Makes room for `length` tokens a row."""
+        """Grows the rows to hold `length` tokens."""
         if length > self.room:
             old = self.keys_values
             self.keys_values = self._allocate(grown(self.room, length, self.max_tokens))
@@ -84,17 +84,17 @@ class SlotCache:
         return stored[:, : self.spans.num_rows]
 
     def update(self, keys_1HND, values_1HND, layer_idx, *_args, **_kwargs):
-        """What transformers' attention modules call; returns keys and values of the pass's rows."""
+        """Called by transformers' attention modules; returns keys and values of the pass's rows."""
         kept_H2ND = torch.stack([keys_1HND[0], values_1HND[0]], 1)
         return self.write(layer_idx, kept_H2ND.permute(2, 1, 0, 3)).unbind()
 
     def move_rows(self, moves: list[tuple[int, int, int]]) -> None:
-        """Copies rows (source, target, tokens), all at once: a target may be another's source."""
+        """Copies rows (source, target, tokens); reads all of them first, as a target may be a source."""
         held = [self.keys_values[:, :, source, :length].clone() for source, _, length in moves]
         for (_, target, length), row in zip(moves, held, strict=True):
             self.keys_values[:, :, target, :length] = row
 
-    # transformers calls this to derive mask and positions, which are always given here.
+    # transformers calls this to derive mask and positions, which are always passed explicitly here.
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
@@ -102,7 +102,7 @@ class SlotCache:
 class Decoder:
     """`lm`'s body as a function of packed tokens.
 
-    It reads the model's weights in place and keeps no copies (views of those that `join_weights` joined).
+    It reads the model's weights in place and keeps no copies, only views of joined weights (`join_weights`).
     """
 
     def __init__(self, lm):
@@ -110,11 +110,12 @@ class Decoder:
         self.lm = lm
         self.base = lm.base_model
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-        plain = all(type(weight) is torch.nn.Parameter for weight in lm.parameters())  # FSDP's are DTensors
+        # FSDP2's parameters are DTensors
+        plain = all(type(weight) is torch.nn.Parameter for weight in lm.parameters())
         self.direct = config.model_type in KINDS and rope in ROPES and config.hidden_act == "silu" and plain
         self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.num_kv = config.num_key_value_heads
-        self.angles_T21D = torch.empty(0)  # a table, filled when its length is known
+        self.angles_T21D = torch.empty(0)  # a table, filled when needed
         if self.direct:
             views = [map(joined, neighbours(layer)) for layer in self.base.layers]
             self.qkv, self.gate_up = zip(*views, strict=True)
@@ -143,7 +144,7 @@ class Decoder:
             query_NHD, kept_NHD = heads_NHD[:, : -2 * num_kv], heads_NHD[:, -2 * num_kv :]
             keys, values = cache.write(number, kept_NHD.view(len(kept_NHD), 2, num_kv, self.dim))
             if number == len(self.base.layers) - 1 and spans.last_R is not None:
-                # Of the last layer only each row's last token is read.
+                # Only each row's last token is used of the last layer.
                 hidden_NC, query_NHD = hidden_NC[spans.last_R], query_NHD[spans.last_R]
                 spans = spans.last
             attended_NC = spans.attend(query_NHD, keys, values, attn.scaling).flatten(1)
@@ -194,8 +195,8 @@ class Decoder:
 def linear(x_NC: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
     """module(x_NC).
 
-    On a CPU a product of few rows with a large matrix goes slice by slice, in slices that stay in the CPU's
-    cache: the library's own product copies the weights first.
+    On a CPU a matmul of few rows with a large matrix runs in slices that fit into the cache: the library's
+    own matmul copies the weights first.
     """
     few = type(module) is torch.nn.Linear and not x_NC.is_cuda and len(x_NC) in FEW
     if not few or torch.is_autocast_enabled("cpu") or module.weight.numel() < LARGE:
@@ -211,7 +212,7 @@ def linear(x_NC: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
 
 
 def head_logits(hidden_NC: torch.Tensor, head: torch.nn.Module) -> torch.Tensor:
-    """The LM head's logits (N, V) of all states at once, with the rounding of training's `token_scores`."""
+    """The LM head's logits (N, V), rounded as in training's `token_scores`."""
     device = hidden_NC.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NC.dtype
     if dtype not in (torch.bfloat16, torch.float16):
@@ -221,12 +222,12 @@ def head_logits(hidden_NC: torch.Tensor, head: torch.nn.Module) -> torch.Tensor:
 
 
 def _fused(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a GPU's fused kernels may be called: on a GPU, and nothing is cast under autocast."""
+    """Whether fused GPU kernels may be called: on a GPU, with equal dtypes and no autocast."""
     return x.is_cuda and x.dtype == weight.dtype and not torch.is_autocast_enabled("cuda")
 
 
 def _add_product(hidden_NC: torch.Tensor, x_ND: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
-    """hidden + module(x); on a GPU one kernel, which writes into `hidden` and rounds the sum once."""
+    """hidden + module(x); on a GPU one kernel, which works in place on `hidden` and rounds the sum once."""
     plain = type(module) is torch.nn.Linear and module.bias is None and hidden_NC.dtype == x_ND.dtype
     if plain and _fused(x_ND, module.weight):
         return hidden_NC.addmm_(x_ND, module.weight.T)

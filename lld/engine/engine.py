@@ -2,7 +2,7 @@
 
 The engine works on tokens and knows nothing of search. Its contract:
 
-    engine.add(group, prompt_ids, seeds, max_new_tokens)  # one sample for each seed; the prompt is read once
+    engine.add(group, prompt_ids, seeds, max_new_tokens)  # one sample per seed; the prompt is read once
     engine.step() -> list[Stopped]                        # one token for every running slot
     engine.extend(key, token_ids, max_new_tokens)         # append an observation; only its tokens are read
     engine.release(key)                                   # free the slot; a waiting sample takes it
@@ -24,14 +24,14 @@ from lld.engine.decoder import Decoder, SlotCache, head_logits
 from lld.engine.sampling import sample_tokens
 from lld.engine.spans import SingleSpans, Spans
 
-PASS_TOKENS = 16384  # at most so many tokens in one pass, or one row that alone has more
+PASS_TOKENS = 16384  # maximum tokens of a pass; a single longer row is a pass of its own
 
 
 # States of a sequence, in the order of their rows in the cache.
-RUNNING = 0  # one token to read
-READY = 1  # several tokens to read
-PARKED = 2  # its turn ended, nothing to read yet
-FREE = 3  # released, its row may be taken
+RUNNING = 0  # one unread token
+READY = 1  # several unread tokens
+PARKED = 2  # its turn has ended, no unread observation yet
+FREE = 3  # released, its row may be reused
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Stopped:
 class Sequence:
     key: tuple
     generator: torch.Generator
-    unread: list[int]  # tokens still to be fed to the model; the last sampled one always is
+    unread: list[int]  # tokens not yet fed to the model, among them the last sampled one
     state: int = RUNNING
     length: int = 0  # tokens whose keys and values are in the cache
     token_ids: list[int] = field(default_factory=list)  # of this turn
@@ -58,7 +58,7 @@ class Sequence:
 
 @dataclass
 class Prompt:
-    """A group's prompt, and what its first sample's reading leaves for the others."""
+    """A group's prompt, and the result of its first sample's prefill, kept for the others."""
 
     token_ids: list[int]
     keys_values: torch.Tensor | None = None  # (layers, 2, T, H, D)
@@ -70,7 +70,7 @@ def _state_to_read(sequence: Sequence) -> int:
 
 
 def _check_model(config) -> None:
-    """Refuses models with operations that neither the engine nor the policy applies."""
+    """Raises ValueError for a model with operations that engine and policy do not apply."""
     for name in ("logits_scaling", "logit_scale", "final_logit_softcapping", "use_sliding_window"):
         value = getattr(config, name, None)
         if value not in (None, False, 1, 1.0):
@@ -96,10 +96,10 @@ def _may_end(text: str, stop_strings: tuple[str, ...]) -> bool:
 
 
 def tokens_that_may_stop(tokenizer, stop_strings: tuple[str, ...]) -> frozenset[int]:
-    """The ids of all tokens in which a stop string can end; only after these is text compared.
+    """The ids of all tokens in which a stop string can end; text is compared only after these.
 
-    Such a token contains the stop string's last character. An added token is its text and nothing else, so of
-    these only those that can be the end of a stop string.
+    Such a token contains the stop string's last character. An added token stands for its own text alone, so
+    only those are included in whose text a stop string can end.
     """
     last = tuple(stop[-1] for stop in stop_strings)
     added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}
@@ -130,10 +130,10 @@ class Engine:
     ):
         """Samples from `lm`, a transformers decoder of the Llama/Qwen2/Qwen3 kind; copies no weights.
 
-        max_tokens: the longest that a sequence will become, if known; on a GPU the cache has that size from
-        the start. With `cuda_graphs`, on a GPU and where nothing is cast under autocast, steps without
-        prompts and observations replay CUDA graphs; the weights must then stay where they are as long as the
-        engine lives.
+        max_tokens: the maximum length of a sequence, if known; on a GPU the cache has that size from the
+        start. With `cuda_graphs`, on a GPU and without casts under autocast, steps without prompts and
+        observations replay CUDA graphs. The weights must then stay at their addresses while the engine
+        exists.
         """
         _check_model(lm.config)
         self.lm = lm
@@ -159,7 +159,7 @@ class Engine:
             self.graphs = DecodeGraphs(lm, self.decoder, self.cache)
         self.rows: list[Sequence] = []  # by cache row
         self.by_key: dict[tuple, Sequence] = {}
-        self.prompts: dict[object, Prompt] = {}  # of groups with waiting samples
+        self.prompts: dict[object, Prompt] = {}  # of groups with queued samples
         self.waiting: list[tuple] = []  # (group, sample, seed, max_new_tokens) without a slot
         self.num_fed = 0  # tokens pushed through the model, padding excluded
 
@@ -177,7 +177,7 @@ class Engine:
         return self.num_running > 0 or (bool(self.waiting) and self.num_free > 0)
 
     def add(self, group, prompt_ids: list[int], seeds: list[int], max_new_tokens: int) -> None:
-        """Queues one sample of `prompt_ids` for each seed; their keys are (group, 0), (group, 1), ..."""
+        """Queues one sample of `prompt_ids` per seed; their keys are (group, 0), (group, 1), ..."""
         assert prompt_ids and max_new_tokens > 0
         self.prompts[group] = Prompt(list(prompt_ids))
         self.waiting += [(group, sample, seed, max_new_tokens) for sample, seed in enumerate(seeds)]
@@ -197,9 +197,9 @@ class Engine:
         sequence.state = FREE
 
     def step(self) -> list[Stopped]:
-        """One forward pass: one token for every slot that runs or has something to read."""
+        """One forward pass; samples one token for every running slot."""
         assert not self.lm.training, "in training mode gradient checkpointing drops the cache"
-        # Where everything has one dtype already, autocast only costs time.
+        # Where everything has the same dtype already, autocast is pure overhead.
         leaves_autocast = self.castless and torch.is_autocast_enabled(self.device.type)
         autocast = torch.autocast(self.device.type, enabled=False) if leaves_autocast else nullcontext()
         # Inference mode has less overhead per operation.
@@ -239,7 +239,7 @@ class Engine:
         return sequence
 
     def _start_readers(self, starting: list[tuple]) -> None:
-        """Starts the first sample of every group whose prompt nobody has read or is about to read."""
+        """Starts the first sample of every group whose prompt has neither been read nor is about to be."""
         known = {sequence.key[0] for sequence in self.rows if sequence.state <= READY and not sequence.length}
         for waiting in list(starting):
             group = waiting[0]
@@ -249,7 +249,7 @@ class Engine:
                 self._start(waiting)
 
     def _keep_prompts(self, reading: list[Sequence], logits_SV: torch.Tensor) -> None:
-        """Keeps keys and values of prompts just read whose other samples still wait."""
+        """Keeps keys and values of prompts just read that queued samples still need."""
         missing = {group for group, *_ in self.waiting if self.prompts[group].keys_values is None}
         for row, sequence in enumerate(reading):
             group = sequence.key[0]
@@ -284,7 +284,7 @@ class Engine:
     def _arrange(self) -> None:
         """Reorders rows to running, ready, parked, free, and drops the free ones.
 
-        Only those that stand in another state's region move.
+        Only rows in another state's region move.
         """
         states = [sequence.state for sequence in self.rows]
         wanted = sorted(states)
@@ -307,7 +307,7 @@ class Engine:
             self.rows.pop()
 
     def _next_pass(self) -> list[Sequence]:
-        """Rows 0, 1, ...: all that run, and those with more to read as long as the pass has room."""
+        """Rows 0, 1, ...: running ones, then ready ones, up to PASS_TOKENS tokens."""
         chosen, num_tokens = [], 0
         for sequence in self.rows:
             num_tokens += len(sequence.unread)
@@ -317,10 +317,10 @@ class Engine:
         return chosen
 
     def _read(self, sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Feeds the unread tokens of `sequences`, which lie in cache rows 0, 1, ...
+        """Feeds the unread tokens of `sequences`, which are cache rows 0, 1, ...
 
-        Returns the logits (R, V) after each, and the numbers (R,) to draw with. Everything the step tells the
-        device goes there in one copy, which the host does not wait for.
+        Returns the logits (R, V) after each, and the uniform numbers (R,) to draw with. All inputs of the
+        step are sent to the device in one asynchronous copy.
         """
         counts = [len(sequence.unread) for sequence in sequences]
         replays = self.graphs is not None and max(counts) == 1
@@ -364,7 +364,7 @@ class Engine:
         return tokens, [row.length + 1 for row in rows] + [1] * missing
 
     def _to_device(self, numbers: list[int]) -> torch.Tensor:
-        """Copies from pinned memory: otherwise the host would wait for everything queued before the copy."""
+        """Copies from pinned memory, without blocking on the kernels queued before the copy."""
         numbers_N = torch.tensor(numbers)
         if self.device.type != "cuda":
             return numbers_N

@@ -1,9 +1,8 @@
-"""Decode steps of fixed shapes, captured once as CUDA graphs and replayed: Python is out of the way.
+"""Decode steps of fixed shapes, captured once as CUDA graphs and replayed without Python overhead.
 
-A step with one token a row depends only on the tokens and their positions. Its shape is the number of rows
-and the cache length that attention reads, both rounded up. The padding rows are whatever comes next in the
-cache: each writes to its own first free position, which its next real token overwrites before anything reads
-it.
+A step with one token per row depends only on the tokens and their positions. Its shape is the number of rows
+and the cache length that attention reads, both rounded up. The padding rows are the next rows of the cache.
+Each writes to its own first free position, which its next real token overwrites before it is read.
 """
 
 from collections.abc import Callable
@@ -26,7 +25,7 @@ def bucket(num_rows: int, num_slots: int) -> int:
 def capture_cuda(forward: Callable[[], torch.Tensor], pool) -> tuple[Callable[[], None], torch.Tensor]:
     """(replay, the tensor in which each replay leaves its result)."""
     graph = torch.cuda.CUDAGraph()
-    # thread_local: searches in other threads may use the GPU meanwhile.
+    # thread_local: searches in other threads may use the GPU during the capture.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = forward()
     return graph.replay, result
@@ -35,7 +34,8 @@ def capture_cuda(forward: Callable[[], torch.Tensor], pool) -> tuple[Callable[[]
 class DecodeGraphs:
     """The captured steps of one engine.
 
-    They hold the addresses of weights and cache, which must stay the same; a cache that grew is noticed.
+    They hold the addresses of weights and cache. Weights must not move; after the cache has grown, steps are
+    captured anew.
     """
 
     def __init__(self, lm, decoder, cache, capture: Callable = capture_cuda):
@@ -56,7 +56,7 @@ class DecodeGraphs:
     ) -> torch.Tensor:
         """The logits (num_rows, V) after the first `num_rows` tokens; the others are padding.
 
-        ends_A: tokens in each row with the new one; `longest` is the largest of the first `num_rows`. The
+        ends_A: tokens in each row, the new one included; `longest`: the largest of the first `num_rows`. The
         result is valid until the next call.
         """
         if reads_exactly(ends_A, self.cache.keys_values.dtype):

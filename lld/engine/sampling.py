@@ -1,16 +1,16 @@
-"""One token a row from logits: temperature, top-p, the draw and its log-probability."""
+"""One token per row from logits: temperature, top-p, the draw and its log-probability."""
 
 import torch
 
-TOP = 1024  # top-p sorts so many tokens of a row, and all of them if these do not hold the nucleus
+TOP = 1024  # top-p sorts this many tokens of a row, and all of them if the nucleus is larger
 BLOCK = 512  # tokens summed at once when a long row is searched
-BELOW = 1 - 2**-53  # a positive float64 times this is less than it was
+BELOW = 1 - 2**-53  # a positive float64 times this is smaller than before
 
 
 def sample_tokens(
     logits_SV: torch.Tensor, uniforms_S: torch.Tensor, temperature: float, top_p: float
 ) -> list[tuple[int, float]]:
-    """One token a row by inverse CDF, and its log-probability under the distribution it was drawn from.
+    """One token per row by inverse CDF, and its log-probability under the distribution it was drawn from.
 
     logits_SV (S, V), uniforms_S (S,): one number per token from the episode's own generator, so that a draw
     does not depend on how rows are batched. Temperature 0 takes the argmax and records its log-probability at
@@ -39,7 +39,7 @@ def _to_host(token_S1: torch.Tensor, *columns_S1: torch.Tensor) -> list[tuple]:
 
 
 def _nucleus(logits_SV: torch.Tensor, top_p: float, num_sorted: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits of each row's nucleus, -inf elsewhere, and whether `num_sorted` tokens hold it (S, 1)."""
+    """The logits of each row's nucleus, else -inf, and whether `num_sorted` tokens contain it (S, 1)."""
     weights_SV = (logits_SV - logits_SV.amax(-1, keepdim=True)).exp_()
     total_S1 = weights_SV.sum(-1, keepdim=True, dtype=torch.float64)
     best_SK, order_SK = logits_SV.topk(num_sorted)
@@ -53,9 +53,9 @@ def _nucleus(logits_SV: torch.Tensor, top_p: float, num_sorted: int) -> tuple[to
 def _invert_cdf(logits_SV: torch.Tensor, uniforms_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The first token of each row at which the running sum of probabilities exceeds its uniform number.
 
-    Returns it and its log-probability (S, 1). Sums are float64: in float32 that of a vocabulary of 150k
-    drifts by more than the tail's probabilities. Rounding can carry a search past the last token with a
-    probability: it ends there.
+    Returns it and its log-probability (S, 1). Sums are float64: in float32 the error of a sum over 150k
+    tokens exceeds the tail's probabilities. Where rounding would carry the search past the last token with a
+    probability above 0, it ends at that token.
     """
     S, V = logits_SV.shape
     filled = -V % BLOCK if V > BLOCK else 0
@@ -71,12 +71,12 @@ def _invert_cdf(logits_SV: torch.Tensor, uniforms_S: torch.Tensor) -> tuple[torc
         cdf_SV = weights_SV.cumsum(-1, dtype=torch.float64)
         total_S1 = cdf_SV[:, -1:]
         token_S1 = torch.searchsorted(cdf_SV, uniforms_S1 * total_S1, right=True)
-    token_S1 = token_S1.clamp_(max=V - 1)  # larger only where a row is not a number
+    token_S1 = token_S1.clamp_(max=V - 1)  # larger only where a row holds NaN
     return token_S1, (weights_SV.gather(1, token_S1) / total_S1).log()
 
 
 def _search_blocks(weights_SV: torch.Tensor, uniforms_S1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Finds the block of BLOCK tokens, then the token in it: no running sum of a whole row is needed.
+    """Finds the block of BLOCK tokens, then the token in it, without a running sum over the whole row.
 
     Returns tokens and total weights (S, 1).
     """

@@ -10,26 +10,26 @@ try:  # requirements-gpu.txt
 except ImportError:
     flash_attn_with_kvcache = None
 
-# Mask lengths on a GPU are multiples of this: few shapes, and kernels pad what is no multiple of 8.
+# On a GPU, mask lengths are multiples of this: few shapes, and kernels would pad to multiples of 8.
 KEY_BUCKET = 64
 
 
 def reads_exactly(ends_R: torch.Tensor, dtype) -> bool:
-    """Whether a kernel attends one token a row over each row's own length, not over that of the longest."""
+    """Whether a kernel attends one token per row over that row's own length instead of the longest."""
     return flash_attn_with_kvcache is not None and ends_R.is_cuda and dtype in HALF
 
 
 class SingleSpans:
     """The newest token of each of several cache rows: they attend as one batch.
 
-    By flash-attn, or through SDPA, where the G query heads of a key head are its queries (R, H, G, D). The
-    mask is float and made once for all layers: SDPA would convert a boolean one in each.
+    By flash-attn, or through SDPA with the G query heads of a key head as its queries (R, H, G, D). The mask
+    is float and shared by all layers: SDPA would convert a boolean one in each.
     """
 
-    last_R = None  # the tokens are the last of their rows already
+    last_R = None  # every token is the last of its row
 
     def __init__(self, ends_R: torch.Tensor, length: int, dtype):
-        """`ends_R`: tokens in each row with the new one; `length` is their largest or more.
+        """`ends_R`: tokens in each row, the new one included; `length`: their maximum or more.
 
         Never synchronises, so it can be captured in a CUDA graph.
         """
@@ -65,7 +65,7 @@ class Spans:
     def __init__(
         self, ends: list[int], counts: list[int], ends_R: torch.Tensor, counts_R: torch.Tensor, dtype
     ):
-        """`ends`: tokens in each row with the new ones. `ends_R` and `counts_R`: the same on the device."""
+        """`ends`: tokens in each row, the new ones included. `ends_R`, `counts_R`: the same on the device."""
         A1 = sum(count == 1 for count in counts)
         assert len(counts) > A1 and all(count == 1 for count in counts[:A1])
         device = ends_R.device
@@ -94,7 +94,7 @@ class Spans:
     def attend(self, query_NHD, keys_RTHD, values_RTHD, scale) -> torch.Tensor:
         """(N, H, D): each token over the keys of its row up to itself.
 
-        `keys` and `values` are those of the A rows, with any T that holds the longest.
+        Keys and values are those of the A rows; T is at least the longest row's length.
         """
         A1 = self.num_single
         query_NHD = query_NHD.to(keys_RTHD.dtype)
@@ -106,7 +106,7 @@ class Spans:
         return torch.cat([single_NHD, out_NHD])
 
     def _attend_packed(self, query_NHD, keys_BTHD, values_BTHD, scale) -> torch.Tensor:
-        """The cache is a packed sequence too: rows of T tokens, of which the first `used` count."""
+        """Treats the cache as a packed sequence too: rows of T tokens, of which the first `used` are read."""
         B, T = keys_BTHD.shape[:2]
         starts = torch.arange(0, (B + 1) * T, T, device=query_NHD.device, dtype=torch.int32)
         keys, values = keys_BTHD.flatten(0, 1), values_BTHD.flatten(0, 1)
@@ -126,8 +126,7 @@ class Spans:
                 query, key, value, attn_mask=self.mask, scale=scale, enable_gqa=True
             )
             return out.transpose(1, 2).reshape(-1, H, D)[self.padded_P]
-        # No fused CUDA kernel takes both a mask and grouped heads: a key head's query heads become its
-        # queries.
+        # No fused CUDA kernel takes a mask and grouped heads: a key head's query heads become its queries.
         K, G = key.shape[1], H // key.shape[1]
         query = query.view(B, L, K, G, D).permute(0, 2, 1, 3, 4).reshape(B, K, L * G, D)
         mask = self.mask.repeat_interleave(G, 2)

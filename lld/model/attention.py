@@ -1,11 +1,11 @@
 """Attention of packed rows, registered with transformers under the name "lld".
 
-Rows of different lengths lie one after another in a single sequence and attend only within themselves, so no
-padding is computed: whole rows with `row_lengths` (the trainer), the newest tokens of rows whose past is in a
-cache with `spans` (the engine). Without either it is plain SDPA with the mask that is given.
+Rows of different lengths are concatenated into a single sequence and attend only within themselves, so no
+padding is computed. With `row_lengths` (the trainer) the rows are whole; with `spans` (the engine) they are
+the newest tokens of rows whose past is in a cache. Without either it is plain SDPA with the given mask.
 
-In half precision on a GPU packed rows go to torch's varlen flash kernel, and one token a row to flash-attn
-where that is installed: both read of each row what it has. Elsewhere rows attend through SDPA with a mask.
+In half precision on a GPU packed rows use torch's varlen flash kernel, and one token per row uses flash-attn
+where that is installed: both read only each row's own length. Elsewhere rows attend through SDPA.
 """
 
 from dataclasses import dataclass
@@ -22,14 +22,17 @@ except ImportError:
 
 NAME = "lld"
 HALF = (torch.float16, torch.bfloat16)
-# cuDNN, torch's first choice on Hopper, builds a plan for each new shape: with growing rows at every step.
+# cuDNN, torch's first choice on Hopper, builds a plan for each new shape. Growing rows change it at every
+# step.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 @dataclass(frozen=True)
 class RowLengths:
-    """Lengths of the packed rows, on the host and as the running sums (B + 1,) int32 that GPU kernels
-    read."""
+    """Lengths of the packed rows.
+
+    lengths: on the host. offsets: their running sums (B + 1,) int32 on the device, as GPU kernels read them.
+    """
 
     lengths: list[int]
     offsets: torch.Tensor
@@ -56,12 +59,12 @@ def attend(
     spans=None,
     **kwargs,
 ):
-    """(B, N, H, D) attention output and None, as transformers asks of an attention function.
+    """(B, N, H, D) attention output and None, the interface of transformers' attention functions.
 
     With `row_lengths` the tensors hold one packed sequence (B = 1): causal attention within each row, by the
-    varlen flash kernel for half precision on a GPU and row by row elsewhere (on a CPU a row's cost then is
-    that of its own length). With `spans` query holds packed tokens (B = 1), key and value the cache rows (A,
-    T, H, D) that the engine's cache returned.
+    varlen flash kernel for half precision on a GPU and row by row elsewhere (a row then costs no more than
+    its own length). With `spans`, query holds packed tokens (B = 1), and key and value are the rows (A, T, H,
+    D) of the engine's cache.
     """
     if spans is not None:
         return spans.attend(query_BHND[0].transpose(0, 1), key_BHND, value_BHND, scaling)[None], None
@@ -70,7 +73,8 @@ def attend(
     if query_BHND.is_cuda:
         options = {"scaling": scaling, "dropout": dropout, **kwargs}
         return sdpa_attention_forward(module, query_BHND, key_BHND, value_BHND, attention_mask, **options)
-    # On a CPU transformers would repeat keys and values: 4 times the cost of a decode step's attention.
+    # On a CPU transformers would repeat keys and values: attention of a decode step would take 4 times
+    # longer.
     out_BHND = scaled_dot_product_attention(
         query_BHND,
         key_BHND,
@@ -88,7 +92,7 @@ def _attend_packed(query_1HND, key_1HND, value_1HND, row_lengths: RowLengths, sc
     """(1, N, H, D): causal attention within each row of one packed sequence."""
     assert query_1HND.shape[0] == 1 and sum(row_lengths.lengths) == query_1HND.shape[2]
     dtype = value_1HND.dtype
-    # Under autocast the rotary angles made them float32.
+    # Under autocast the float32 rotary angles have promoted queries and keys.
     query_1HND, key_1HND = query_1HND.to(dtype), key_1HND.to(dtype)
     tensors = (query_1HND, key_1HND, value_1HND)
     if varlen_attn is not None and query_1HND.is_cuda and dtype in HALF and not dropout:
@@ -96,7 +100,7 @@ def _attend_packed(query_1HND, key_1HND, value_1HND, row_lengths: RowLengths, sc
         offsets, longest = row_lengths.offsets, max(row_lengths.lengths)
         options = {"scale": scale, "window_size": (-1, 0), "enable_gqa": True}
         return varlen_attn(*packed, offsets, offsets, longest, longest, **options)[None]
-    if query_1HND.is_cuda:  # no fused kernel takes float32 and grouped heads
+    if query_1HND.is_cuda:  # no fused kernel supports float32 with grouped heads
         group = query_1HND.shape[1] // key_1HND.shape[1]
         tensors = (query_1HND, key_1HND.repeat_interleave(group, 1), value_1HND.repeat_interleave(group, 1))
     rows = zip(*(x.split(row_lengths.lengths, dim=2) for x in tensors), strict=True)

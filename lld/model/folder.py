@@ -6,11 +6,10 @@ from pathlib import Path
 
 
 def check_folder(where: str, option: str, hub: bool = True) -> None:
-    """Raises ValueError where `where` is, or can only be, a folder without a model, with the one that may be
-    meant.
+    """Raises ValueError where `where` is, or can only be, a folder without a model; suggests another one.
 
-    What may be a hub name passes if `hub`, with a line that says so: the hub's answer to a misspelt folder
-    comes late and says little.
+    With `hub`, a possible hub name is accepted and a line is printed: for a misspelt folder the hub's own
+    error comes late and says little.
     """
     path = Path(where).expanduser()
     if (path / "config.json").is_file():
@@ -24,7 +23,7 @@ def check_folder(where: str, option: str, hub: bool = True) -> None:
     there = sorted(found.parent.name for found in path.parent.glob("step_*/config.json"))
     if there:
         raise ValueError(f"{option} {where}: no such folder; {path.parent} holds {', '.join(there)}")
-    # As the hub does
+    # The hub's own rule for names
     named = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", where) and (
         path.parent == Path() or not path.parent.is_dir()
     )

@@ -1,8 +1,7 @@
-"""Products of one input with several weights, taken at once where the weights lie one after the other in
-memory.
+"""One matmul in place of several with the same input, for weights that are adjacent in memory.
 
-A product of few rows costs a GPU as much for being launched as for its numbers; q, k and v are small ones,
-and gate and up read the same rows. The weights stay parameters of their own, read and written by name.
+For few rows, launching a matmul costs a GPU as much as computing it. q, k and v read the same input, as do
+gate and up. The weights stay separate parameters, read and written by name.
 """
 
 import torch
@@ -19,9 +18,7 @@ def neighbours(layer: nn.Module) -> tuple[tuple[nn.Module, ...], tuple[nn.Module
 
 @torch.no_grad()
 def join_weights(lm: nn.Module) -> None:
-    """Lays weights and biases of such modules out one after the other, in place of those they had. For a
-    model that only samples.
-    """
+    """Replaces weights and biases of such modules by adjacent ones, for a model that only samples."""
     for layer in lm.base_model.layers if lm.config.model_type in KINDS else ():
         for modules in neighbours(layer):
             for name in ("weight", "bias"):
@@ -34,9 +31,7 @@ def join_weights(lm: nn.Module) -> None:
 
 
 def joined(modules: tuple[nn.Module, ...]) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """Weight and bias of all `modules` as one, the same memory; None where `join_weights` has not laid them
-    out.
-    """
+    """Weight and bias of all `modules`, each as one view; None unless `join_weights` made them adjacent."""
     if any(type(module) is not nn.Linear for module in modules):
         return None
     weight, biased = _whole([module.weight for module in modules]), modules[0].bias is not None
@@ -45,7 +40,7 @@ def joined(modules: tuple[nn.Module, ...]) -> tuple[torch.Tensor, torch.Tensor |
 
 
 def _whole(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
-    """The tensor whose pieces `parts` are, in this order; None where they are not."""
+    """The tensor that `parts` are consecutive pieces of, as a view; None if they are not adjacent."""
     if any(part is None for part in parts):
         return None
     first = parts[0].detach()

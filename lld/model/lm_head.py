@@ -3,16 +3,15 @@
 import torch
 from torch import nn
 
-# Logits in memory at once: 8 MB stay in a CPU's cache; elsewhere 2**27, to fill a GPU
+# Logits in memory at once: 8 MB, which fit into a CPU's cache; on other devices 2**27, which fill a GPU
 SLICE_LOGITS = {"cpu": 2**21}
 
 
 class TiedEmbedding(torch.autograd.Function):
-    """Rows of a weight that is the LM head's too: their gradient is added to the head's in place, where
-    autograd would make a second (V, C) matrix.
+    """An embedding whose weight is also the LM head's; adds its gradient to the head's in place.
 
-    `tied` is a list for one forward pass: the head, whose backward pass always comes first, leaves its
-    gradient in it.
+    Autograd would allocate a second (V, C) matrix. `tied` is a list for one forward pass, in which the head,
+    whose backward pass always comes first, leaves its gradient.
     """
 
     @staticmethod
@@ -30,7 +29,7 @@ class TiedEmbedding(torch.autograd.Function):
             grad_NC = grad_NC * (token_ids_N != ctx.padding_idx)[:, None]
         alone = not ctx.tied
         weight_grad_VC = grad_NC.new_zeros(ctx.shape) if alone else ctx.tied.pop()
-        if grad.is_cuda:  # of the two ways to add rows, the one that always sums in the same order
+        if grad.is_cuda:  # index_add_ on a GPU sums in no fixed order
             weight_grad_VC.index_put_((token_ids_N,), grad_NC.to(weight_grad_VC.dtype), accumulate=True)
         else:
             weight_grad_VC.index_add_(0, token_ids_N, grad_NC.to(weight_grad_VC.dtype))
@@ -45,13 +44,13 @@ def token_scores(
     entropy_gradient: bool,
     tied: list | None = None,
 ):
-    """Log-probability of each target and entropy of its distribution, (N,) each, float32 at least; only a
-    slice of the logits is ever in memory.
+    """Log-probability of each target and entropy of its distribution, (N,) each, float32 at least.
 
-    Under autocast the head's weights are cast slice by slice. `tied`: see `TiedEmbedding`.
+    Only a slice of the logits is in memory at a time. Under autocast the head's weights are cast slice by
+    slice. `tied`: see `TiedEmbedding`.
     """
     weight_VC = head.weight
-    if head.bias is not None:  # one more input that is always 1
+    if head.bias is not None:  # the bias as the weight of one more input, always 1
         hidden_NC, weight_VC = (
             nn.functional.pad(hidden_NC, (0, 1), value=1.0),
             torch.cat([weight_VC, head.bias[:, None]], 1),
@@ -62,11 +61,10 @@ def token_scores(
 
 
 class TokenScores(torch.autograd.Function):
-    """`token_scores` slice by slice over the vocabulary: an online softmax in the forward pass, the logits
-    computed again in the backward pass.
+    """`token_scores` by an online softmax over slices of the vocabulary.
 
-    Slices of the vocabulary, not of the tokens: each weight is then read, and its gradient written, once a
-    pass.
+    The backward pass recomputes the logits. Slices are of the vocabulary, not of the tokens, so that each
+    weight is read, and its gradient written, once per pass.
     """
 
     @staticmethod
@@ -125,8 +123,10 @@ class TokenScores(torch.autograd.Function):
 
 
 def sliced_logits(hidden_NC: torch.Tensor, weight_VC: torch.Tensor, temperature: float):
-    """Yields (first id, weights (v, C) in the type of the states, logits (N, v) in float32 at least) of
-    slices of the vocabulary; the caller may write into the logits."""
+    """Yields (first id, weights (v, C), logits (N, v)) of slices of the vocabulary.
+
+    Weights have the dtype of the states; logits are float32 at least, and the caller may overwrite them.
+    """
     width = max(1024, SLICE_LOGITS.get(hidden_NC.device.type, 2**27) // max(1, len(hidden_NC)))
     for start in range(0, len(weight_VC), width):
         weight_vC = weight_VC[start : start + width].to(hidden_NC.dtype)
@@ -135,17 +135,17 @@ def sliced_logits(hidden_NC: torch.Tensor, weight_VC: torch.Tensor, temperature:
 
 
 def float32_logits(hidden_NC: torch.Tensor, weight_VC: torch.Tensor) -> torch.Tensor:
-    """hidden @ weight.T (N, V) in float32 at least, for states and weights of one type.
+    """hidden @ weight.T (N, V) in float32 at least, for states and weights of one dtype.
 
-    Products of half precision are summed in float32 anyway. Rounded to bf16 afterwards, a logit near 20 would
-    be off by up to .06 and log-probabilities by .02 on average, which is more than an update with a learning
-    rate of 1e-6 moves them.
+    Half-precision matmuls accumulate in float32 anyway. Rounded to bf16 afterwards, a logit near 20 would be
+    off by up to .06 and log-probabilities by .02 on average, which is more than an update at a learning rate
+    of 1e-6 changes them.
     """
     if hidden_NC.dtype not in (torch.bfloat16, torch.float16):
         return hidden_NC @ weight_VC.T
     if hidden_NC.is_cuda:
         return torch.mm(hidden_NC, weight_VC.T, out_dtype=torch.float32)
-    with torch.autocast(hidden_NC.device.type, enabled=False):  # a CPU has no such product
+    with torch.autocast(hidden_NC.device.type, enabled=False):  # a CPU has no matmul with `out_dtype`
         return hidden_NC.float() @ weight_VC.float().T
 
 

@@ -1,4 +1,4 @@
-"""The Hugging Face model and its tokenizer: open them and check that they fit."""
+"""The Hugging Face model and its tokenizer: opens them and checks that they fit."""
 
 import copy
 import os
@@ -17,8 +17,10 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model")
 
 
 def load_tokenizer(options: Model):
-    """The tokenizer of a model; raises ValueError where it has no EOS, and pads with EOS where it has no pad
-    token."""
+    """The tokenizer of a model; without a pad token it pads with EOS.
+
+    Raises ValueError where it cannot be opened or has no EOS token.
+    """
     folder = Path(options.path)
     if not any(found for name in TOKENIZER_FILES for found in folder.glob(name)):
         check_folder(options.path, "model.path =")
@@ -40,14 +42,16 @@ def load_tokenizer(options: Model):
             "`eos_token` in its tokenizer_config.json"
         )
     if tokenizer.pad_token_id is None:
-        # Harmless here: masks are recorded when a token is born and never inferred from pad ids.
+        # Harmless here: masks are recorded when a token is sampled, and never inferred from pad ids.
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
 def read_shape(options: Model) -> PreTrainedConfig:
-    """The model's config.json, but for its word on how attention is computed: there a file may name a kernel
-    on the hub, which is code."""
+    """The model's config.json, with this project's attention.
+
+    The file's own choice of attention is overwritten: it may name a kernel on the hub, which is code.
+    """
     shape = AutoConfig.from_pretrained(options.path, trust_remote_code=options.trust_remote_code)
     shape._attn_implementation = attention.NAME
     if getattr(shape, "quantization_config", None):
@@ -61,12 +65,12 @@ def read_shape(options: Model) -> PreTrainedConfig:
 def load_lm(options: Model):
     """The causal language model from the hub or a folder, float32, on the CPU.
 
-    float32, because at a learning rate of 1e-6 bfloat16 weights would round every update away; compute may
-    be bf16 by autocast. Attention is lld/model/attention.py's, for the engine's masks and for packed rows.
-    Raises ValueError where weights are missing, damaged or of another shape: transformers would fill the gaps
-    with random numbers.
+    In bfloat16, weights would round away every update at a learning rate of 1e-6; the computation may be
+    bf16, by autocast. Attention is that of lld/model/attention.py, which supports the engine's cache and
+    packed rows. Raises ValueError where weights are missing, damaged or of another shape: transformers would
+    fill the gaps with random numbers.
     """
-    # Accelerate's launcher turns it on, and then transformers gives all processes but one empty weights
+    # Accelerate's launcher turns this on, and then transformers loads weights in one process only
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     try:
         lm, found = AutoModelForCausalLM.from_pretrained(
@@ -93,8 +97,7 @@ def load_lm(options: Model):
 
 
 def check_fit(lm, tokenizer, max_episode_tokens: int) -> None:
-    """Raises ValueError where tokenizer and model do not belong together or the context is too short for an
-    episode."""
+    """Raises ValueError if the model has fewer tokens than the tokenizer, or too short a context."""
     vocabulary = lm.get_input_embeddings().num_embeddings
     if len(tokenizer) > vocabulary:
         raise ValueError(
@@ -109,19 +112,18 @@ def check_fit(lm, tokenizer, max_episode_tokens: int) -> None:
 
 
 def engine_model(lm: nn.Module, device: torch.device, *, half: bool, share: bool = False) -> nn.Module:
-    """A frozen copy of `lm` as the engine reads it, in training as in evaluation: on `device`, in bfloat16
-    where `half`.
+    """A frozen copy of `lm` for the engine, on `device`, in bfloat16 if `half`.
 
-    Buffers keep their type: bf16 is too coarse for rotary frequencies (with Qwen2.5's, 1.15 rad off at
-    position 1,000). With `share`, weights that need neither another place nor another type are those of `lm`,
-    not copies.
+    The same in training and in evaluation. Buffers keep their dtype: bf16 is too coarse for rotary
+    frequencies (with Qwen2.5's, 1.15 rad off at position 1,000). With `share`, weights that need neither
+    another device nor another dtype are those of `lm`, not copies.
     """
     dtype = torch.bfloat16 if half else torch.float32
     weights = {
         id(weight): nn.Parameter(weight.detach().to(device, dtype, copy=not share), requires_grad=False)
         for weight in lm.parameters()
     }
-    # Deepcopy takes these for copies made already, tied ones once
+    # A memo for deepcopy: it takes these as copies already made, and tied weights stay tied
     copied = copy.deepcopy(lm, weights).to(device).eval()
     if device.type == "cuda":
         join_weights(copied)
