@@ -21,17 +21,18 @@ if TYPE_CHECKING:
     from lld.running.run import Run
     from lld.running.survive import Guard
 
-# What needs torch is imported in the functions below, after the options were read: importing it takes seconds
-# in which a mistyped option would go unnoticed, and the launcher may end.
+# Modules that need torch are imported inside the functions below, after the options are read: importing torch
+# takes seconds, which would delay the error for a mistyped option. The launcher may exit in that time, so its
+# process id is read first.
 LAUNCHER = lock.launcher()
 
-# On shared cores OpenMP threads that spin while they wait made a step 20 times slower; torch reads this when
-# it is imported.
+# OpenMP threads that spin while waiting made a step 20 times slower on shared cores. Torch reads this when it
+# is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def train(run: "Run") -> None:
-    """The method. What ends a run before its last step leaves as an exception, see lld/running/ending.py."""
+    """The training loop. A run that ends before its last step raises; see lld/running/ending.py."""
     import torch
 
     from lld.advantages import group_advantages
@@ -60,7 +61,8 @@ def train(run: "Run") -> None:
             batch,
             cfg,
             beta=row["lld_beta"],
-            anchor=models.anchor if len(run.snapshots) > 1 else None,  # no older policy at the first step
+            # The first step has no older policy.
+            anchor=models.anchor if len(run.snapshots) > 1 else None,
         )
 
         learned = recording.describe_learning(run, step, episodes, batch, scores, update_rows)
@@ -128,7 +130,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def read_options(args: argparse.Namespace) -> Config:
-    """The options of the run that the arguments ask for; ValueError where they are wrong."""
+    """The options of the run, from the command line; ValueError if they are wrong."""
     if (args.config is None) == (args.replay is None) or (args.replay and args.resume):
         raise ValueError("give either --config CONFIG, or --replay BOX without --resume")
     if args.config:
@@ -139,8 +141,10 @@ def read_options(args: argparse.Namespace) -> Config:
 
 
 def carry_out(guard: "Guard", cfg: Config, resume: bool, box: Path | None) -> int:
-    """A run from its setup to its end; returns the exit code. With a crash box the episodes are those in the
-    box, and nothing is played or evaluated."""
+    """Runs training from setup to end; returns the exit code.
+
+    With a crash box `box` the episodes are read from it, and nothing is played or evaluated.
+    """
     from lld.running import ending, setup
     from lld.tools import Unplayed
 

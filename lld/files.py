@@ -1,4 +1,4 @@
-"""Files: written aside and renamed, JSON lines, checksums."""
+"""File helpers: atomic replacement, JSON lines, checksums."""
 
 import errno
 import hashlib
@@ -15,19 +15,19 @@ DISK_ERRORS = tuple(
 
 
 class WriteError(RuntimeError):
-    """A folder cannot be written; the message names the reason and what is left."""
+    """A folder cannot be written; the message gives the reason."""
 
 
 @contextmanager
 def written_aside(path: Path, aside: Path | None = None, durable: bool = False):
-    """Yields a path to write to, which replaces `path` when the block ends.
+    """Yields a temporary path to write to, which replaces `path` when the block ends.
 
-    Readers see the old file or the new, never half of one. After an exception `path` is as it was and the
-    other file is gone; after a kill it may be left behind. With `durable` the new file also survives a power
-    cut, at a cost of some ms. An OSError names the file.
+    Readers see the old file or the new one, never a partial one. After an exception `path` is unchanged and
+    the temporary file is removed; after a kill it may be left behind. With `durable` the new file also
+    survives a power cut, at a cost of a few ms. An OSError names the file.
     """
     aside = aside or path.with_suffix(".partial")
-    aside.unlink(missing_ok=True)  # it may be a link to elsewhere
+    aside.unlink(missing_ok=True)  # could be a link to another file
     try:
         with naming(aside):
             yield aside
@@ -42,13 +42,13 @@ def written_aside(path: Path, aside: Path | None = None, durable: bool = False):
 
 
 def replace_file(path: Path, text: str, durable: bool = False) -> None:
-    """Writes a text file aside and renames it (`written_aside`)."""
+    """Replaces a text file atomically (`written_aside`)."""
     with written_aside(path, durable=durable) as aside:
         aside.write_text(text)
 
 
 def flush_to_disk(path: Path) -> None:
-    """Waits until a file, or a folder's list of names, is on the disk."""
+    """Waits until a file, or a folder's directory entries, are on the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -69,7 +69,7 @@ def append_jsonl(path: Path, rows: Iterable[dict]) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """The checksum of a file, read in blocks: about 1 GB a second on one core."""
+    """SHA-256 of a file, read in blocks; about 1 GB a second on one core."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
@@ -84,7 +84,7 @@ def fingerprint(path: Path) -> dict:
 
 @contextmanager
 def naming(path: Path):
-    """Names the file in an OSError that does not, such as that of a write to a full disk."""
+    """Adds the file's name to an OSError without one, such as that of a write to a full disk."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A row of metrics of made-up episodes, computed before the first rollout to check the names in it."""
+"""Computes the metrics of made-up episodes before the first rollout, to check their names."""
 
 import torch
 
@@ -13,16 +13,16 @@ GOLD, OTHER = "gold", "other"
 
 
 class NoText:
-    """In place of a tokenizer: the episodes here have no words."""
+    """Stands in for a tokenizer: the made-up episodes have no text."""
 
     def decode(self, token_ids: list[int], **_) -> str:
         return ""
 
 
 def check_names(cfg: Config) -> None:
-    """Raises ValueError where the run would log a name that the glossary does not define.
+    """Raises ValueError if the run would log a name that the glossary does not define.
 
-    Without this check such a run would end at its first log, after a whole rollout and update.
+    Without this check the run would fail at its first log, after a full rollout and update.
     """
     unknown = sorted(name for name in logged_names(cfg) if not metrics.described(name))
     if unknown:
@@ -33,7 +33,7 @@ def check_names(cfg: Config) -> None:
 
 
 def logged_names(cfg: Config) -> set[str]:
-    """Names of loss terms, gates, displacement by part and turn, episodes, and evaluation."""
+    """Names logged for loss terms, gates, displacement by part and turn, episodes, and evaluation."""
     rewards_PG = torch.tensor([[1.0, 0.0], [0.0, 0.0]])
     advantages_PG = torch.tensor([[1.0, -1.0], [0.0, 0.0]])
     episodes = [made_up("a", 0, GOLD), made_up("a", 1, OTHER), made_up("b", 0, OTHER), made_up("b", 1, OTHER)]
@@ -65,7 +65,10 @@ def loss_terms(batch: Batch, scores: Scores, cfg: Config) -> dict[str, torch.Ten
 
 
 def made_up(question: str, sample: int, answer: str) -> Episode:
-    """An episode that calls every tool once and answers: a token of thought, one of action, one observed."""
+    """An episode that calls every tool once and then answers.
+
+    Each turn has three tokens: one of thought, one of action, one observed.
+    """
     turns = []
     for kind in (*TOOLS, "answer"):
         start = 3 * len(turns)

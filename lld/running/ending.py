@@ -14,14 +14,14 @@ from lld.tools import RetrieverError, Unplayed
 
 
 class PhaseBegun(Exception):
-    """monitor.stop_in_phase asks for an end now."""
+    """A phase began in which monitor.stop_in_phase stops the run."""
 
 
 def stop_if_asked(run: Run, began: int, unplayed: Unplayed | None) -> None:
-    """Raises what ends a run after a finished step; every process must call.
+    """Raises the exception that ends a run after a finished step, if there is one; every process must call.
 
-    `unplayed`, why its evaluation failed, if it did; Interrupted where any process has received a signal;
-    PhaseBegun where the phase that has just begun (0: none) is one to stop in.
+    `unplayed` if the evaluation failed; Interrupted if any process has received a signal; PhaseBegun if
+    `began`, the phase that has just begun (0: none), is one to stop in.
     """
     if unplayed is not None:
         raise unplayed
@@ -35,9 +35,12 @@ def stop_if_asked(run: Run, began: int, unplayed: Unplayed | None) -> None:
 
 
 def end_early(run: Run, error: Unplayed | PhaseBegun | NotFinite) -> int:
-    """Ends a run in order before its last step: saves a checkpoint if there is something worth saving, says
-    why, and returns the exit code; every process must call."""
-    error.__traceback__ = None  # its frames hold the engine, whose cache must not stand beside the checkpoint
+    """Ends a run before its last step: saves a checkpoint, prints why, and returns the exit code.
+
+    Every process must call it. After NotFinite no checkpoint is saved.
+    """
+    # The traceback's frames keep the engine alive: free its cache before the checkpoint is made.
+    error.__traceback__ = None
     if isinstance(error, NotFinite):
         return give_up(run, str(error))
     if isinstance(error, PhaseBegun):
@@ -62,7 +65,7 @@ def stop(run: Run, why: str, code: int) -> int:
 
 
 def give_up(run: Run, why: str) -> int:
-    """Names the last good checkpoint and saves none."""
+    """Prints which checkpoint is the last good one, and saves none; returns the exit code."""
     good, newest = checkpoint.latest(run.dir, run.progress.num_proven_steps), checkpoint.latest(run.dir)
     left = f"The last good checkpoint is {good}" if good else "There is no good checkpoint"
     if newest != good:
@@ -79,14 +82,14 @@ def give_up(run: Run, why: str) -> int:
 
 
 def finish(run: Run) -> int:
-    """Ends a run after its last step."""
+    """Ends a run after its last step; returns the exit code."""
     run.accelerator.end_training()
     run.guard.outcome = "done"
     return 0
 
 
 def exit_code(error: BaseException, guard: survive.Guard, box: Path | None) -> int | None:
-    """Says what ended the command, and returns its exit code; None for a bug, which keeps its traceback."""
+    """Prints why the command ended and returns its exit code; None for a bug, which keeps its traceback."""
     if isinstance(error, KeyboardInterrupt):
         name = signal.Signals(guard.signal or signal.SIGINT).name
         tell(
@@ -94,7 +97,7 @@ def exit_code(error: BaseException, guard: survive.Guard, box: Path | None) -> i
             "starts again."
         )
         return survive.SIGNAL
-    if isinstance(error, ValueError):  # the user's
+    if isinstance(error, ValueError):  # a mistake of the user
         tell(runs.printable(error))
         return survive.USER
     if isinstance(error, RetrieverError):
@@ -118,11 +121,11 @@ def tell(text: str) -> None:
 
 
 def disk_code(error: OSError | files.WriteError, run_dir: Path | None) -> int | None:
-    """The exit code where a folder could not be written; None for an OSError that is no such thing."""
+    """Prints that a folder could not be written and returns the exit code; None for any other OSError."""
     gone = run_dir is not None and (isinstance(error, lock.Gone) or not run_dir.exists())
     if isinstance(error, OSError) and not gone and error.errno not in files.DISK_ERRORS:
         return None
-    if run_dir is None:  # the tiny world's
+    if run_dir is None:  # during setup, e.g. the tiny world's folder
         tell(
             f"{error}. Nothing was trained: make room or mend the folder's permissions, and give the same "
             "command again."
@@ -133,7 +136,7 @@ def disk_code(error: OSError | files.WriteError, run_dir: Path | None) -> int | 
 
 
 def after_disk(run_dir: Path, gone: bool) -> str:
-    """What is left, and how to go on, where a run's folder could not be written, or is gone."""
+    """What is left and how to continue, if the run folder could not be written or is gone."""
     if gone:
         return f"{run_dir} is gone, and all that was in it: start the run again."
     last = checkpoint.latest(run_dir)
@@ -145,9 +148,9 @@ def after_disk(run_dir: Path, gone: bool) -> str:
 
 
 def leave_report(guard: survive.Guard, box: Path | None) -> None:
-    """However a run ended: prints what it has reached and what to type next, and draws its report.
+    """Prints what the run has reached and what to type next, and draws its report, however the run ended.
 
-    Best effort: something else may be broken already.
+    Best effort, since something else may be broken already.
     """
     run_dir = guard.run_dir
     if run_dir is None or guard.rank or not (run_dir / "metrics.jsonl").exists():
@@ -159,6 +162,6 @@ def leave_report(guard: survive.Guard, box: Path | None) -> None:
         else:
             end, folders = crashbox.compare(box, run_dir), [box, run_dir]
         print(f"{end}\n{recording.draw_report(folders, run_dir)}", flush=True)
-    # No row yet, a damaged log, a closed console: the exit code must still say why the run ended
+    # E.g. no row yet, a damaged log, a closed console: keep the exit code that says why the run ended.
     except Exception as error:
         tell(f"no report was written: {error}")

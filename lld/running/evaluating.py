@@ -1,4 +1,4 @@
-"""Evaluations on held-out questions during a run: when they are made, and where they go."""
+"""Evaluations on held-out questions during a run: when they are due, and where results are written."""
 
 import json
 
@@ -12,8 +12,10 @@ from lld.tools import Unplayed
 
 
 def evaluate(run: Run, num_steps: int) -> dict[str, float]:
-    """Metrics on the held-out questions after `num_steps` steps; the trajectories go to eval/<benchmark>/ of
-    the run's folder. Raises Unplayed, on all processes."""
+    """Metrics on the held-out questions after `num_steps` steps.
+
+    Trajectories are written to eval/<benchmark>/ of the run folder. Raises Unplayed, on all processes.
+    """
     row, accelerator = {}, run.accelerator
     for name, questions in run.held_out.items():
         run.guard.phase("evaluation")
@@ -38,15 +40,17 @@ def evaluate(run: Run, num_steps: int) -> dict[str, float]:
 
 
 def first_evaluation(run: Run) -> dict:
-    """What belongs before the first step: the evaluation of the start, for the first row of the log; or what
-    a kill or a failed search kept a resumed run from finishing."""
+    """The evaluation before the first step of a new run, for the first row of the log; {} if there is none.
+
+    For a resumed run, instead makes up what an interruption or a failed search left undone.
+    """
     if run.progress.num_steps == 0:
         row = evaluate(run, 0) if run.cfg.eval.at_start else {}
         if row and run.accelerator.is_main_process:
             tell_scores(run, [{"step": 0} | row])
         return row
     if run.box is None:
-        settle(run)  # the kill may have come after a checkpoint and before this
+        settle(run)  # may have been killed between checkpoint and this
         make_up_evaluation(run)
     return {}
 
@@ -57,15 +61,17 @@ def is_evaluation_due(run: Run, num_steps: int) -> bool:
 
 
 def evaluate_if_due(run: Run, row: dict) -> tuple[dict, Unplayed | None]:
-    """The row of a step with its evaluation where one is due; or, where that could not be played, without
-    any, and why. A resumed run makes it up."""
+    """The row of a step, with its evaluation if one is due, and None.
+
+    If the evaluation could not be played: the row without any, and why. A resumed run makes it up.
+    """
     num_steps = row["step"] + 1
     if not is_evaluation_due(run, num_steps):
         return row, None
     try:
         evaluated = evaluate(run, num_steps)
     except Unplayed as error:
-        # The evaluation at the start, which the first row holds, must not pass for this one
+        # Drop the evaluation at the start, which the first row holds: it would be taken for this one.
         without = {name: value for name, value in row.items() if not name.startswith("eval/")}
         return without, error.with_traceback(None)
     run.progress.best = best_of(run, row, evaluated)
@@ -73,7 +79,7 @@ def evaluate_if_due(run: Run, row: dict) -> tuple[dict, Unplayed | None]:
 
 
 def make_up_evaluation(run: Run) -> None:
-    """Makes the evaluation that a signal or a failed search cut short before the run was resumed."""
+    """Repeats the evaluation that a signal or a failed search interrupted before the run was resumed."""
     num_steps, log = run.progress.num_steps, run.dir / "metrics.jsonl"
     row = runs.read_rows(log)[-1]
     is_made = any(name.startswith("eval/") for name in row)
@@ -82,7 +88,7 @@ def make_up_evaluation(run: Run) -> None:
     evaluated = evaluate(run, num_steps)
     run.progress.best = best_of(run, row, evaluated)
     if run.accelerator.is_main_process:
-        phase = row.pop("phase")  # the last name of a row
+        phase = row.pop("phase")  # stays the last key of the row
         metrics.replace_last_row(log, row | evaluated | {"phase": phase})
         run.accelerator.log(evaluated, step=num_steps - 1)
         tell_scores(run, runs.read_rows(log))

@@ -90,7 +90,7 @@ def make(policy: nn.Module, options: Optim, dtype: torch.dtype) -> torch.optim.O
 
 
 def weight_dtype(options: Optim, mixed_precision: str) -> torch.dtype:
-    """dtype of the weights on the device: float32, or bf16 if the master weights are on the CPU."""
+    """dtype of the weights on the device: float32, or bf16 for adamw_offload under bf16 mixed precision."""
     return torch.bfloat16 if options.name == "adamw_offload" and mixed_precision == "bf16" else torch.float32
 
 

@@ -1,4 +1,4 @@
-"""The rollout of a step, played by all processes of a run, or read from a crash box."""
+"""The rollout of a step: played by all processes, or read from a crash box."""
 
 from accelerate.utils import gather_object
 from tqdm import tqdm
@@ -12,15 +12,15 @@ from lld.running import crashbox, saving, sharding
 from lld.running.run import Run
 from lld.tools import Unplayed
 
-# Share of a step's groups that may be dropped because a query found nothing.
-# With more dropped, episodes that never search would be favoured.
+# Largest share of a step's groups that may be dropped because a search found nothing. Dropping more would
+# favour episodes that never search.
 MAX_EMPTY_GROUPS = 0.5
 
 
 def new_engine(run: Run, sampling: Rollout | Eval) -> Engine:
-    """An engine with the temperature and top_p of training or of evaluation.
+    """Makes an engine with the temperature and top_p of training or of evaluation.
 
-    It reads the policy's weights, or a copy of them that is made now; every process must call.
+    It reads the policy's weights, or the rollout copy, which is updated here. Every process must call it.
     """
     models = run.models
     if models.rollout_copy is not None:
@@ -30,10 +30,10 @@ def new_engine(run: Run, sampling: Rollout | Eval) -> Engine:
 
 
 def play(run: Run, step: int) -> tuple[list[Episode], dict[str, float]]:
-    """The episodes of a step, question by question, the same on every process; and the share of groups that
-    were dropped because a search found nothing.
+    """The episodes of a step, grouped by question, and the share of groups dropped for an empty search.
 
-    A replay of a crash box reads both from the box. Raises Unplayed, on all processes.
+    The same on every process. A replay of a crash box reads both from the box. Raises Unplayed, on all
+    processes.
     """
     cfg = run.cfg
     saving.enter_rollout(run, step)
@@ -49,11 +49,12 @@ def play(run: Run, step: int) -> tuple[list[Episode], dict[str, float]]:
 
 
 def play_questions(run: Run, questions: list[Question], step: int) -> tuple[list[Episode], dict[str, float]]:
-    """Plays the questions of a step on all processes, each whole groups, of every num_processes-th question.
+    """Plays the questions of a step; each process plays complete groups, of every num_processes-th question.
 
-    Groups in which a search failed are left out, and so are those in which one found nothing, unless
-    `retriever.empty_results` is "show". Raises Unplayed, on all processes, where more groups failed than
-    `rollout.max_failed_groups` allows, or more found nothing than MAX_EMPTY_GROUPS.
+    Groups in which a search failed are dropped, and so are groups in which a search found nothing, unless
+    `retriever.empty_results` is "show". Raises Unplayed, on all processes, if more groups failed than
+    `rollout.max_failed_groups` allows, if more than MAX_EMPTY_GROUPS were dropped for an empty search, or if
+    such drops leave fewer than optim.updates_per_rollout episodes.
     """
     played, failure = play_own_groups(run, questions, step)
     failures = [text for text in gather_object([failure]) if text]
@@ -74,7 +75,7 @@ def play_questions(run: Run, questions: list[Question], step: int) -> tuple[list
 
 
 def play_own_groups(run: Run, questions: list[Question], step: int) -> tuple[list[Episode], str | None]:
-    """The episodes of this process's questions; or none, and why they could not be played."""
+    """The episodes of this process's questions and None; or no episodes and why they could not be played."""
     cfg, accelerator = run.cfg, run.accelerator
     places = own_places(run, len(questions))
     ids = [question.id for question in questions]
@@ -104,7 +105,7 @@ def play_own_groups(run: Run, questions: list[Question], step: int) -> tuple[lis
 
 
 def own_places(run: Run, num_questions: int) -> range:
-    """Places, among a step's or a benchmark's questions, of those that this process plays."""
+    """Indices of the questions that this process plays."""
     return range(run.accelerator.process_index, num_questions, run.accelerator.num_processes)
 
 
@@ -118,8 +119,11 @@ def gather_groups(run: Run, played: list[Episode], num_questions: int) -> list[l
 
 
 def sort_groups(groups: list[list[Episode]]) -> tuple[list[Episode], list[str], list[str]]:
-    """The episodes of the groups in which every search found something, and why the others are dropped: first
-    those in which a search failed, then those in which one found nothing."""
+    """Splits groups by whether their searches worked.
+
+    Returns the episodes of the groups to keep, the reasons of groups with a failed search, and the reasons of
+    groups with a search that found nothing.
+    """
     kept, failures, empty = [], [], []
     for group in groups:
         reasons = {episode.stop_reason: episode.failure for episode in group if episode.failure}
@@ -133,13 +137,13 @@ def sort_groups(groups: list[list[Episode]]) -> tuple[list[Episode], list[str], 
 
 
 def replay(run: Run, step: int) -> tuple[list[Episode], dict[str, float]]:
-    """What `play` returned at this step of the run whose crash box is replayed."""
+    """What `play` returned at this step of the original run, read from the crash box."""
     vocabulary = run.models.lm.get_input_embeddings().num_embeddings
     episodes = crashbox.read_episodes(run.box, step, run.cfg.rollout.group_size, vocabulary)
     return episodes, crashbox.read_dropped(run.box, step)
 
 
 def progress_bar(run: Run, total: int, what: str) -> tqdm:
-    """On a terminal only (`disable=None`): in a log file each redrawing would be a line."""
+    """A progress bar on a terminal only (`disable=None`): in a log file every redraw would be a line."""
     hidden = None if run.accelerator.is_main_process else True
     return tqdm(total=total, desc=what, leave=False, disable=hidden)

@@ -1,4 +1,4 @@
-"""What a step leaves in the logs, on the console and in the crash box."""
+"""Writes a step to the logs, the console and the crash box."""
 
 import math
 import sys
@@ -21,8 +21,10 @@ def due(step: int, every: int) -> bool:
 
 
 def describe_rollout(run: Run, step: int, episodes: list[Episode], rewards_PG: torch.Tensor) -> dict:
-    """The step's row of metrics as far as it is known before the update, with its learning rate and LLDS-MA's
-    weight on answers."""
+    """The part of the step's metrics row that is known before the update.
+
+    It includes the learning rate and LLDS-MA's weight on answers.
+    """
     failed_groups = 1 - len(rewards_PG) / run.cfg.rollout.num_questions
     row = {"step": step, "failed_groups": failed_groups} | metrics.describe_episodes(episodes, rewards_PG)
     row["lld_beta"] = answer_beta(row["searches"], run.cfg.loss)
@@ -31,13 +33,12 @@ def describe_rollout(run: Run, step: int, episodes: list[Episode], rewards_PG: t
 
 
 def prepare_update(run: Run, step: int, episodes: list[Episode], lr: float) -> None:
-    """Keeps what will be wanted from before the update, weights for the crash box and those LLDS may compare
-    with, and sets the learning rate."""
+    """Copies the weights from before the update, for crash box and LLDS, and sets the learning rate."""
     recent = run.recorder.recent
     if recent is not None and run.accelerator.is_main_process:
         recent.before(step, run.models.bare, lambda: trainer_state(run))
         recent.keep(step, episodes)
-    # Last: a replay of the box adds this step's snapshot itself
+    # After the crash box's copy: a replay of the box adds the snapshot of this step itself.
     num_snapshots = run.cfg.loss.lld_lag_steps + 1
     if num_snapshots > 1:
         run.snapshots = [*run.snapshots, sharding.snapshot(run.models.bare)][-num_snapshots:]
@@ -54,9 +55,9 @@ def describe_learning(
     scores: Scores,
     update_rows: list[dict],
 ) -> dict:
-    """What the updates did, as metrics of the step; the rows of the updates get theirs as well.
+    """Metrics of the step about what the updates did; also adds each update's metrics to `update_rows`.
 
-    Where it is due, the rollout is scored once more (`scores.final_BT`), and so is the sentinel.
+    If due, the rollout is scored once more (sets `scores.final_BT`), and so is the sentinel.
     """
     cfg, policy, recorder = run.cfg, run.models.policy, run.recorder
     row = {}
@@ -79,7 +80,7 @@ def describe_learning(
 def write_trajectories(
     run: Run, step: int, episodes: list[Episode], batch: Batch, scores: Scores, rewards: list[float]
 ) -> None:
-    """Where it is due, the first questions' episodes with every token's numbers."""
+    """If due, writes the episodes of the first questions, with the numbers of every token."""
     options = run.cfg.monitor
     if due(step, options.trajectories_every) and run.accelerator.is_main_process:
         size = options.trajectories_questions * run.cfg.rollout.group_size
@@ -93,9 +94,9 @@ def write_trajectories(
 
 
 def warn(run: Run, row: dict) -> int:
-    """Writes the run's phase into the row, and a warning to console and warnings.log where there is reason.
+    """Adds the phase to the row, and writes a warning to console and warnings.log if there is one.
 
-    Returns the phase where it is a later one than at the step before, else 0.
+    Returns the phase if a later one (2 or above) has begun, else 0.
     """
     recorder, best = run.recorder, run.progress.best
     before = recorder.phase
@@ -112,8 +113,10 @@ def warn(run: Run, row: dict) -> int:
 
 
 def log_step(run: Run, row: dict, update_rows: list[dict], episodes: list[Episode], batch: Batch) -> int:
-    """Logs a finished step, warns where there is reason to, and writes the crash box when a phase of the
-    collapse begins; returns that phase, else 0."""
+    """Logs a finished step, prints a warning if there is one, and writes the crash box if a phase begins.
+
+    Returns the phase of the collapse that has begun, else 0.
+    """
     run.clock.lap("eval")
     run.guard.phase("logs")
     began = warn(run, row)
@@ -126,7 +129,7 @@ def log_step(run: Run, row: dict, update_rows: list[dict], episodes: list[Episod
 
 
 def write_rows(run: Run, row: dict, update_rows: list[dict], episodes: list[Episode], batch: Batch) -> None:
-    """Appends a finished step to the logs, and tells trackers, heartbeat and progress bar."""
+    """Appends a finished step to the logs, and updates trackers, heartbeat and progress bar."""
     step, accelerator = row["step"], run.accelerator
     run.guard.lock.check()
     num_tokens = int(batch.lengths_B.sum())
@@ -137,7 +140,7 @@ def write_rows(run: Run, row: dict, update_rows: list[dict], episodes: list[Epis
     accelerator.log(row | timings, step=step)
     run.guard.beat(step, run.cfg.run.steps, timings["time/step_s"], num_tokens, row["reward/mean"])
     evaluated = any(name.startswith("eval/") for name in row)
-    # The first row may hold the evaluation at the start, which was told then
+    # The first row may hold the evaluation at the start, which was printed then.
     if evaluated and (step > 0 or run.cfg.eval.every == 1 or step + 1 == run.cfg.run.steps):
         tell_scores(run, runs.read_rows(run.dir / "metrics.jsonl"))
     run.bar.set_postfix(
@@ -148,7 +151,7 @@ def write_rows(run: Run, row: dict, update_rows: list[dict], episodes: list[Epis
 
 
 def write_crash_box(run: Run) -> None:
-    """Writes the crash box, where one is kept."""
+    """Writes the crash box, if monitor.crash_box keeps one."""
     if run.recorder.recent is None:
         return
     reference = run.models.reference and run.accelerator.unwrap_model(run.models.reference).lm
@@ -159,7 +162,7 @@ def write_crash_box(run: Run) -> None:
 
 
 def tell_scores(run: Run, rows: list[dict]) -> None:
-    """A line on the console about the last evaluation of these rows, and the report as the log stands."""
+    """Prints a line about the last evaluation of these rows, and draws the report from the log so far."""
     log, cfg = run.dir / "metrics.jsonl", run.cfg
     options = {"eval.at_start": cfg.eval.at_start, "eval.every": cfg.eval.every, "run.steps": cfg.run.steps}
     report = f"; {draw_report([run.dir], run.dir)}" if log.exists() else ""
@@ -174,13 +177,14 @@ def draw_report(folders: list[Path], out: Path) -> str:
 
 
 def recall(run: Run, folder: Path) -> None:
-    """Brings recorder and progress to where the run in `folder` had them after `progress.num_steps` steps."""
+    """Rebuilds recorder and progress as of `progress.num_steps` steps, from the log in `folder`."""
     recorder, progress = run.recorder, run.progress
     for row in runs.read_rows(folder / "metrics.jsonl"):
         if row["step"] >= progress.num_steps:
             continue
         recorder.phase = recorder.detector.update(row)
-        if row["step"] > 0 or run.cfg.eval.every == 1:  # the first row holds the evaluation at the start
+        # The first row holds the evaluation at the start, unless every step is evaluated.
+        if row["step"] > 0 or run.cfg.eval.every == 1:
             progress.best = best_of(run, row, row)
             if progress.best and progress.best[1] <= progress.num_proven_steps:
                 progress.best_proven = progress.best

@@ -1,5 +1,4 @@
-"""A run of train.py: what it was opened with (running/setup.py), and the little state that changes with every
-step."""
+"""A run of train.py: what was opened for it (running/setup.py), and the state that changes with each step."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,33 +40,37 @@ class Models:
 class Progress:
     """How far a run is and which of its checkpoints can be trusted.
 
-    Weights after N steps are proven good once a finite gradient was computed from them; until then their
-    checkpoint is not called the best and pushes out no older one. Evaluations are pairs (EM, steps).
+    Weights after N steps are proven good once a finite gradient was computed from them. Until then their
+    checkpoint is not named best and does not replace an older one. Evaluations are pairs (EM, steps).
     """
 
     num_steps: int = 0  # finished rollout steps
-    num_idle_steps: int = 0  # in a row, without a single update
-    num_proven_steps: int = -1  # the weights after so many steps are known to be good
+    num_idle_steps: int = 0  # consecutive, without an update
+    num_proven_steps: int = -1  # weights after these steps are good
     best: tuple[float, int] | None = None
-    best_proven: tuple[float, int] | None = None  # what best.json names
-    unproven_checkpoint: int | None = None  # steps of the newest checkpoint, while it is not proven
-    checkpoint_overdue: bool = False  # one was due in a step without an update
+    best_proven: tuple[float, int] | None = None  # named in best.json
+    # Steps of the newest checkpoint while it is not proven good, else None.
+    unproven_checkpoint: int | None = None
+    checkpoint_overdue: bool = False  # was due in a step without an update
 
 
 @dataclass
 class Recorder:
-    """What the log of a run is computed with: the early warning, the sentinel and the crash box."""
+    """State for the log of a run: phase detector, sentinel and crash box."""
 
     detector: Detector
-    phase: int = 0  # the detector's, at the last step
+    phase: int = 0  # of the detector at the last step
     sentinel: Batch | None = None
     recent: Recent | None = None  # None without a crash box
 
 
 @dataclass
 class Run:
-    """All that a run works with; `snapshots` are the weights, or this process's shards of them, at the start
-    of the last lld_lag_steps + 1 steps, oldest first."""
+    """Everything a run works with.
+
+    `snapshots` holds this process's weights (shards if sharded) before the updates of the last lld_lag_steps
+    + 1 steps, oldest first.
+    """
 
     cfg: Config
     guard: Guard
@@ -81,18 +84,18 @@ class Run:
     snapshots: list[dict]
     recorder: Recorder
     progress: Progress
-    box: Path | None = None  # the crash box whose episodes are trained on; nothing is played then
+    box: Path | None = None  # the crash box, in a replay
     bar: tqdm | None = None  # over the steps
-    clock: Clock | None = None  # of the step that is being made
+    clock: Clock | None = None  # of the current step
 
     @property
     def dir(self) -> Path:
         return Path(self.cfg.run.dir)
 
     def steps(self) -> Iterator[int]:
-        """The steps still to be made, with a progress bar on a terminal."""
+        """The remaining steps, with a progress bar on a terminal."""
         first, last = self.progress.num_steps, self.cfg.run.steps
-        # On a terminal only (`disable=None`): in a log file each redrawing would be a line
+        # On a terminal only (`disable=None`): in a log file every redraw would be a line.
         hidden = None if self.accelerator.is_main_process else True
         self.bar = tqdm(range(first, last), desc="training", initial=first, total=last, disable=hidden)
         for step in self.bar:

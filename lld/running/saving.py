@@ -1,4 +1,4 @@
-"""Which weights of a run can be trusted, and which are saved."""
+"""Decides which weights of a run are known to be good, and saves checkpoints."""
 
 import functools
 from pathlib import Path
@@ -11,16 +11,19 @@ from lld.running import checkpoint, sharding, survive
 from lld.running.run import Run
 from lld.update import score_batch
 
-MAX_IDLE_STEPS = 3  # steps in a row without a single finite gradient, after which a run ends
+# The run ends after this many consecutive steps without a single finite gradient.
+MAX_IDLE_STEPS = 3
 
 
 class NotFinite(Exception):
-    """Weights, or all gradients of several steps, are not finite: no checkpoint is worth saving."""
+    """Weights, or all gradients of several steps, are not finite, so no checkpoint is saved."""
 
 
 def enter_rollout(run: Run, step: int) -> None:
-    """While a rollout is played the weights stand still: the watchdog may save them, where this process has
-    all of them."""
+    """Enters the rollout phase, in which weights do not change and the watchdog may save them.
+
+    It may not if weights are sharded, if the optimizer is in CPU memory meanwhile, or in a replay.
+    """
     run.guard.phase("rollout", step)
     has_all = not (sharding.is_sharded(run.models.bare) or run.cfg.optim.cpu_in_rollout)
     if run.box is None and has_all:
@@ -33,10 +36,11 @@ def enter_update(run: Run) -> None:
 
 
 def check_weights(run: Run, row: dict, batch: Batch) -> None:
-    """Raises NotFinite where training has broken: weights that are not finite on any process, weights that
-    compute no finite numbers after the last step, or MAX_IDLE_STEPS steps in a row without an update.
+    """Raises NotFinite if training has broken; otherwise records which weights are now known to be good.
 
-    Otherwise takes note of what is now known to be good; every process must call.
+    It has broken if weights are not finite on any process, if the weights after the last step give
+    log-probabilities that are not finite, or after MAX_IDLE_STEPS consecutive steps without an update. Every
+    process must call it.
     """
     progress, step = run.progress, row["step"]
     check_finite(run)
@@ -68,7 +72,7 @@ def check_finite(run: Run) -> None:
 
 
 def check_last_weights(run: Run, batch: Batch) -> None:
-    """Scores a few rows with the weights of the last step, which no later update will prove good."""
+    """Scores a few rows with the weights after the last step, since no later update will check them."""
     rows = list(range(min(len(batch.names), run.accelerator.num_processes)))
     few = sentinel.take(batch, rows)
     if not score_batch(run.accelerator, run.models.policy, few, run.cfg).isfinite().all():
@@ -76,21 +80,25 @@ def check_last_weights(run: Run, batch: Batch) -> None:
 
 
 def is_idle(run: Run, row: dict) -> bool:
-    """Whether a step made no update."""
+    """Whether a step skipped all its updates."""
     return row.get("skipped_updates") == run.cfg.optim.updates_per_rollout
 
 
 def best_of(run: Run, row: dict, evaluated: dict) -> tuple[float, int] | None:
-    """The best evaluation so far, given that of the step of `row`. One of a step without an update does not
-    count: its weights are an earlier step's."""
+    """The best evaluation so far, given the step's `row` and its evaluation.
+
+    After a step without an update the evaluation does not count: the weights are those of an earlier step.
+    """
     if is_idle(run, row):
         return run.progress.best
     return checkpoint.better(run.progress.best, evaluated, row["step"] + 1)
 
 
 def save_if_due(run: Run) -> None:
-    """Saves every save_every steps, after the last, and after the best evaluation; where no update could be
-    made then, after the next step that makes one. A replay saves nothing."""
+    """Saves a checkpoint every save_every steps, after the last step, and after the best evaluation.
+
+    If the step made no update, saves after the next step that makes one. A replay saves nothing.
+    """
     if run.box is not None:
         return
     progress, options = run.progress, run.cfg.run
@@ -104,8 +112,10 @@ def save_if_due(run: Run) -> None:
 
 
 def save(run: Run, num_steps: int) -> Path:
-    """The checkpoint after `num_steps` steps, unless it is there already; then older ones are pruned. Every
-    process must call."""
+    """Saves the checkpoint after `num_steps` steps if it does not exist, and prunes older ones.
+
+    Every process must call it. Returns the folder.
+    """
     run.guard.phase("checkpoint")
     write_checkpoint(run, num_steps)
     run.progress.unproven_checkpoint = num_steps
@@ -116,7 +126,7 @@ def save(run: Run, num_steps: int) -> Path:
 
 
 def settle(run: Run) -> None:
-    """Names the best checkpoint and removes old ones, as far as weights are proven good."""
+    """Writes best.json and removes old checkpoints, as far as newer weights are known to be good."""
     progress = run.progress
     if progress.best and progress.best[1] <= progress.num_proven_steps:
         progress.best_proven = progress.best
@@ -129,8 +139,11 @@ def settle(run: Run) -> None:
 
 
 def write_checkpoint(run: Run, num_steps: int) -> Path | None:
-    """The folder of the checkpoint after `num_steps` steps, written unless it is there: by all processes
-    together where weights are sharded, else by the main one (None on the others)."""
+    """Writes the checkpoint after `num_steps` steps if it does not exist; returns its folder.
+
+    If weights are sharded, all processes write it together (a collective). Otherwise the main process does,
+    and the others return None.
+    """
     accelerator, models = run.accelerator, run.models
     folder = checkpoint.folder_of(run.dir, num_steps)
     is_written = accelerator.is_main_process and (folder / "manifest.json").exists()
@@ -158,7 +171,7 @@ def write_checkpoint(run: Run, num_steps: int) -> Path | None:
 
 
 def shared_state(run: Run) -> dict:
-    """What an exact restart needs besides weights and step, and every process knows."""
+    """The part of the trainer state that is the same on every process: without optimizer and snapshots."""
     return {
         "rng": torch.get_rng_state(),
         "shapes": sharding.shapes(run.models.bare),
@@ -168,5 +181,5 @@ def shared_state(run: Run) -> dict:
 
 
 def trainer_state(run: Run) -> dict:
-    """All that an exact restart needs besides weights and step, where nothing is sharded."""
+    """All that an exact restart needs besides weights and step, for unsharded weights."""
     return shared_state(run) | {"optimizer": run.optimizer.state_dict(), "snapshots": run.snapshots}

@@ -1,4 +1,4 @@
-"""Opens and checks everything a run works with, before any work starts: `open_run`."""
+"""`open_run`: opens and checks everything a run needs, before any work starts."""
 
 import dataclasses
 import os
@@ -30,10 +30,10 @@ from lld.running.survive import PATIENCE, Guard
 
 
 def open_run(guard: Guard, cfg: Config, resume: bool, box: Path | None = None) -> Run:
-    """A run that can begin: new, resumed from its newest checkpoint, or of the episodes in a crash box.
+    """Opens a run: a new one, one resumed from its newest checkpoint, or the replay of a crash box.
 
-    Raises ValueError for what the user must change and RetrieverError for a retriever that does not answer;
-    every process must call.
+    Every process must call it. Raises ValueError for a mistake of the user, and RetrieverError if the
+    retriever does not answer.
     """
     sharding.check_launch()
     check_trackers(cfg.run.trackers)
@@ -75,8 +75,10 @@ def open_run(guard: Guard, cfg: Config, resume: bool, box: Path | None = None) -
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises ValueError for a tracker that accelerate does not know, or would leave out because its package
-    is not installed."""
+    """Raises ValueError for a tracker that accelerate does not know or whose package is not installed.
+
+    Accelerate would skip the latter.
+    """
     installed = [tracker.value for tracker in get_available_trackers()]
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
@@ -91,13 +93,14 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def open_accelerator(cfg: Config) -> Accelerator:
-    """Accelerate's view of processes and devices, and torch's settings for the whole process."""
+    """Makes the Accelerator, and applies torch's global settings: threads, determinism, seed."""
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     on_gpu = torch.cuda.is_available()
     if not on_gpu and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # as under `accelerate launch`; a small policy gains nothing from more
-    # Torch's own time limit is minutes
+        # As under `accelerate launch`; a small policy is not faster with more threads.
+        torch.set_num_threads(1)
+    # Torch's default timeout of a collective is only minutes; the watchdog is to act first.
     patience = timedelta(days=365)
     if cfg.run.watchdog_s:
         patience = timedelta(seconds=PATIENCE * cfg.run.watchdog_s)
@@ -114,10 +117,10 @@ def open_accelerator(cfg: Config) -> Accelerator:
             "process, which is what sharding is to avoid; set it to 0, or train without FSDP"
         )
     if cfg.run.deterministic:
-        # Read when the first matrix is multiplied on a GPU
+        # cuBLAS reads this at the first matrix multiplication on the GPU.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(cfg.run.deterministic, warn_only=True)
-    # Episodes and data order have their own generators; this is for anything a model may draw
+    # Episodes and data order have their own generators; this seeds whatever a model may draw.
     set_seed(cfg.run.seed)
     return accelerator
 
@@ -125,14 +128,16 @@ def open_accelerator(cfg: Config) -> Accelerator:
 def open_folder(
     guard: Guard, cfg: Config, resume: bool, box: Path | None, accelerator: Accelerator
 ) -> Path | None:
-    """Takes and checks the run's folder, makes the tiny world where one is asked for, and returns the checked
-    checkpoint to start from, None for a new run."""
+    """Locks and checks the run folder, and returns the checkpoint to start from, or None for a new run.
+
+    The checkpoint has been checked. Also makes the tiny world if one is configured.
+    """
     run_dir = Path(cfg.run.dir)
     checkpoint.check_place(run_dir)
     guard.lock = take_lock(run_dir, accelerator)
     checkpoint.check_run_dir(run_dir, cfg, resume)
     if cfg.tinyworld.dir is not None:
-        from lld.tinyworld import prepare  # it needs the retrievers' libraries
+        from lld.tinyworld import prepare  # needs the retriever packages
 
         with accelerator.main_process_first():
             prepare.prepare_world(cfg.tinyworld, cfg.rollout, cfg.retriever.topk)
@@ -148,7 +153,7 @@ def open_folder(
 
 
 def take_lock(run_dir: Path, accelerator: Accelerator) -> lock.Lock:
-    """This process's hold on the run's folder; ValueError on all of them where another run has it."""
+    """Takes this process's lock of the run folder; ValueError on all processes if another run has it."""
     taken = refusal = None
     if accelerator.is_main_process:
         try:
@@ -164,7 +169,7 @@ def take_lock(run_dir: Path, accelerator: Accelerator) -> lock.Lock:
 def open_world(
     cfg: Config, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Question], dict[str, list[Question]], Timed]:
-    """Training questions, held-out questions and the search tool, each checked."""
+    """Opens and checks the training questions, the held-out questions and the search tool."""
     questions = load_questions(cfg.data.train, split=cfg.data.train_split, sources=cfg.data.train_sources)
     held_out = {}
     if cfg.eval.every:
@@ -184,9 +189,9 @@ def load_models(
     resumed: Path | None,
     plays: bool,
 ) -> tuple[Models, torch.optim.Optimizer]:
-    """The policy with its optimizer, and the frozen models that the options ask for.
+    """Loads the policy with its optimizer, and the frozen models that the options need.
 
-    Each process opens one whole float32 model at a time and puts it where it belongs before the next.
+    Each process loads one full float32 model at a time, and moves or shards it before it loads the next.
     """
     sharded = sharding.is_asked(accelerator)
     start = cfg.model if resumed is None else dataclasses.replace(cfg.model, path=str(resumed))
@@ -219,7 +224,7 @@ def load_models(
 
 
 def restore(run: Run, folder: Path, resume: bool) -> None:
-    """Loads optimizer, random numbers, snapshots and progress from the checkpoint in `folder`."""
+    """Loads optimizer, RNG state, snapshots and progress from the checkpoint in `folder`."""
     state = checkpoint.load_trainer_state(folder, expected_shapes(run.cfg.model))
     sharding.load_optimizer(run.optimizer, [part["optimizer"] for part in state["parts"]])
     torch.set_rng_state(state["rng"])
@@ -236,8 +241,10 @@ def restore(run: Run, folder: Path, resume: bool) -> None:
 
 
 def begin_session(run: Run, inputs: dict[str, str]) -> None:
-    """Starts the watchdog, writes what is run into the folder, drops log rows of steps that will be repeated,
-    and opens the trackers."""
+    """Starts the watchdog, writes config.yaml and run.json, and opens the trackers.
+
+    Also drops log rows of steps that will be repeated.
+    """
     cfg, accelerator = run.cfg, run.accelerator
     run.guard.watch(run.dir, accelerator, cfg.run.watchdog_s)
     if accelerator.is_main_process:
@@ -246,7 +253,7 @@ def begin_session(run: Run, inputs: dict[str, str]) -> None:
         checkpoint.begin_run(run.dir, cfg, first_step)
         if notice:
             print(f"train.py: {notice}", file=sys.stderr)
-    accelerator.wait_for_everyone()  # nobody reads the log before it is cut
+    accelerator.wait_for_everyone()  # the log is truncated before it is read
     if sharding.is_asked(accelerator) and not (run.dir / "run.json").exists():
         raise ValueError(
             f"run.dir = {run.dir}: process {accelerator.process_index} does not see what the main process "
@@ -263,7 +270,7 @@ def begin_session(run: Run, inputs: dict[str, str]) -> None:
 
 
 def expected_shapes(options: Model) -> dict[str, torch.Tensor]:
-    """The tensors that a model of `options.path` would have, without their memory."""
+    """The state_dict of a model of `options.path` on the meta device: shapes without memory."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             read_shape(options), trust_remote_code=options.trust_remote_code

@@ -284,7 +284,7 @@ class Guard:
         os._exit(PEER)
 
     def save_what_stands(self) -> str:
-        """Saves a checkpoint if no update is in progress; returns a message that says how to continue."""
+        """Saves a checkpoint if that is safe (`rescue` is set); returns a message on how to continue."""
         try:
             with self.saving:  # one thread at a time
                 folder = self.rescue() if self.rescue is not None else None
