@@ -1,8 +1,8 @@
-"""A plan before a run, from the model's config alone: memory of each process by kind, time of a step, disk.
+"""Estimates memory per process, time per step and disk of a run, from the model's config alone.
 
 The memory terms follow what is allocated at the peaks of lld/engine/engine.py, lld/policy.py and
-lld/update.py; tests/bench/plan_memory.py compares them with measured peaks. Times are estimates: arithmetic
-on the figures of section `plan`.
+lld/update.py; tests/bench/plan_memory.py compares them with measured peaks. Times are computed from the
+hardware figures in config section `plan`.
 """
 
 import json
@@ -22,25 +22,25 @@ from lld.running import sharding
 from lld.tinyworld import policy, world
 
 GB = 1e9
-# Published architectures by hub name, for a plan without a download
+# config.json files of published models by hub name, so that a plan needs no download.
 SHAPES = Path(__file__).parents[2] / "configs" / "shapes"
-# Assumed of a GPU: memory of CUDA and NCCL themselves, and the share that fragmentation costs
+# Assumed for a GPU: bytes used by CUDA and NCCL themselves, and the share lost to fragmentation.
 CONTEXT, FRAGMENTS = 1.0 * GB, 0.04
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Widths and numbers of parameters of a model, which memory and time depend on."""
+    """Widths and parameter counts of a model, on which memory and time depend."""
 
     hidden: int
     layers: int
-    query: int  # width of all query heads together
-    kv: int  # width of all key heads together; values have the same
+    query: int  # total width of the query heads
+    kv: int  # total width of the key heads; same for values
     ffn: int
     vocab: int
     tied: bool
-    params: int  # of the whole model
-    layer_params: int  # of a decoder layer
+    params: int  # of the full model
+    layer_params: int  # of one decoder layer
 
     @property
     def head(self) -> int:
@@ -48,12 +48,12 @@ class Shape:
 
     @property
     def matmul_params(self) -> int:
-        """Weights that every token is multiplied with."""
+        """Number of weights that every token is multiplied with."""
         return self.params - (0 if self.tied else self.head)
 
 
 def shape_of(model_config) -> Shape:
-    """Counts the parameters on the meta device, so that biases and norms are included."""
+    """The shape of a model; parameters are counted on the meta device, including biases and norms."""
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(model_config)
     head_width = getattr(model_config, "head_dim", None)
@@ -78,8 +78,11 @@ def shape_of(model_config) -> Shape:
 
 
 def read_shape(cfg: config.Config) -> Shape:
-    """The shape of `model.path`: a folder's config.json, the tiny world's policy before it is made, a file of
-    configs/shapes, or the hub's."""
+    """The shape of `model.path`.
+
+    Read from config.json of a local folder, the options of a tiny-world policy that is not made yet, a file
+    in configs/shapes, or the hub. Raises ValueError if none can be read.
+    """
     path = cfg.model.path
     if cfg.tinyworld.dir and Path(path) == Path(cfg.tinyworld.dir) / "policy" and not Path(path).exists():
         tokenizer = policy.make_tokenizer(world.make_world(cfg.tinyworld), cfg.retriever.topk)
@@ -99,7 +102,7 @@ def read_shape(cfg: config.Config) -> Shape:
 
 @dataclass(frozen=True)
 class Setup:
-    """How a run is spread over devices, and the bytes that each process has (None: unknown)."""
+    """Number and kind of processes of a run, and the bytes that each has (None: unknown)."""
 
     processes: int
     sharded: bool  # FSDP2
@@ -108,7 +111,7 @@ class Setup:
 
 
 def read_setup(cfg: config.Config) -> Setup:
-    """As launched, unless section `plan` describes GPUs that are not here."""
+    """The setup as launched, unless section `plan` describes GPUs of another machine."""
     asked, here = cfg.plan, torch.cuda.is_available()
     on_gpu = here or asked.gpus is not None or asked.gpu_memory_gb is not None
     processes = asked.gpus or int(os.environ.get("WORLD_SIZE", 1))
@@ -126,9 +129,9 @@ def read_setup(cfg: config.Config) -> Setup:
 
 
 def cache_sizes(prompt: int, longest: int, on_gpu: bool = False) -> tuple[int, int]:
-    """Tokens that a slot of the engine's cache has room for, before and after it grows for the last time.
+    """Tokens that fit into a slot of the KV cache, before and after it grows for the last time.
 
-    On a GPU it never grows (decoder.SlotCache): 0 before.
+    On a GPU it never grows (decoder.SlotCache), and the size before is 0.
     """
     if on_gpu:
         return 0, decoder.grown(0, longest)
@@ -140,17 +143,17 @@ def cache_sizes(prompt: int, longest: int, on_gpu: bool = False) -> tuple[int, i
 
 @dataclass(frozen=True)
 class Widths:
-    """Bytes of one number, by what it belongs to, and over how many processes weights are spread."""
+    """Bytes per number of each kind of tensor, and the number of processes that weights are sharded over."""
 
-    compute: int  # the result of a matrix multiplication
-    stored: int  # a weight
-    stream: int  # the residual stream, which autocast leaves in the type of the weights
-    cast: int  # autocast's copy of a weight; 0 where there is none
-    share: int  # processes that one copy of the weights is spread over
+    compute: int  # result of a matrix multiplication
+    stored: int  # weight
+    stream: int  # residual stream; autocast keeps the weights' dtype
+    cast: int  # autocast's copy of a weight; 0 if none
+    share: int  # processes that share one copy of the weights
 
 
 def widths_of(cfg: config.Config, setup: Setup) -> Widths:
-    """The number formats of a run."""
+    """The widths of a run, from mixed precision, optimizer and sharding."""
     half = setup.on_gpu and cfg.model.mixed_precision == "bf16"
     stored = 2 if half and cfg.optim.name == "adamw_offload" else 4
     return Widths(
@@ -163,7 +166,7 @@ def widths_of(cfg: config.Config, setup: Setup) -> Widths:
 
 
 def estimate(cfg: config.Config, shape: Shape, setup: Setup) -> dict[str, dict[str, float]]:
-    """Bytes of one process at the peak of each phase, by kind. Episodes are as long as they may be."""
+    """Bytes of one process at the peak of each phase, by kind, with episodes of maximal length."""
     widths = widths_of(cfg, setup)
     peaks = {
         "rollout": rollout_peak(cfg, shape, setup, widths),
@@ -178,7 +181,7 @@ def estimate(cfg: config.Config, shape: Shape, setup: Setup) -> dict[str, dict[s
 
 
 def resident(cfg: config.Config, shape: Shape, setup: Setup, widths: Widths) -> dict[str, float]:
-    """What is in memory in every phase: weights, the optimizer's moments, frozen copies."""
+    """Bytes in memory in every phase: weights, optimizer moments, frozen copies."""
     moments = {"adamw": 8, "adamw_8bit": 2 + 2 * 4 / 256, "adamw_offload": 0}[cfg.optim.name]
     weights = shape.params * widths.stored / widths.share
     kinds = {"weights": weights, "optimizer": shape.params * moments / widths.share}
@@ -192,7 +195,7 @@ def resident(cfg: config.Config, shape: Shape, setup: Setup, widths: Widths) -> 
 
 
 def trained_weights(cfg: config.Config, shape: Shape, setup: Setup, widths: Widths) -> dict[str, float]:
-    """`resident` and the gradients, in float32; DDP's buckets are a second copy of them."""
+    """`resident` plus float32 gradients; DDP's buckets are a second copy of those."""
     kinds = resident(cfg, shape, setup, widths)
     copies = 1 if setup.sharded or setup.processes == 1 else 2
     kinds["gradients"] = shape.params * 4 / widths.share * copies
@@ -210,7 +213,7 @@ def rollout_peak(cfg: config.Config, shape: Shape, setup: Setup, widths: Widths)
     slots_token = rollout.num_slots * 2 * shape.layers * shape.kv * widths.compute
     kinds["KV cache"] = float(size * slots_token)
 
-    # In float32: logits, their log-probabilities, probabilities, these padded; top-p may sort all
+    # float32: logits, log-probabilities, probabilities, padded probabilities; top-p may also sort them all.
     sampled = 16 if rollout.top_p >= 1 else 40
     sampling = {"logits": float(rollout.num_slots * shape.vocab * sampled)}
 
@@ -226,9 +229,9 @@ def rollout_peak(cfg: config.Config, shape: Shape, setup: Setup, widths: Widths)
 
 
 def mask_bytes(cfg: config.Config, shape: Shape, setup: Setup, widths: Widths) -> int:
-    """Of a token, the attention mask of the engine: none for the varlen kernel, else one entry a key.
+    """Bytes per token of the engine's attention mask: 0 for the varlen kernel, else one entry per key.
 
-    An entry is held as bool and as a number, on a GPU once for each query head of a key head.
+    An entry is held both as bool and as a number, on a GPU once for each query head of a key head.
     """
     if setup.on_gpu and widths.compute == 2:
         return 0
@@ -237,7 +240,7 @@ def mask_bytes(cfg: config.Config, shape: Shape, setup: Setup, widths: Widths) -
 
 
 def scoring_peak(cfg: config.Config, shape: Shape, setup: Setup, widths: Widths) -> dict[str, float]:
-    """A pass without gradients: the MLP of a layer, or the LM head."""
+    """Bytes at the peak of a pass without gradients: in the MLP of a layer, or in the LM head."""
     kinds = resident(cfg, shape, setup, widths)
     if widths.cast:
         kinds["autocast's copy"] = autocast_copy(shape, widths)
@@ -246,17 +249,21 @@ def scoring_peak(cfg: config.Config, shape: Shape, setup: Setup, widths: Widths)
     tokens, written = micro_batch(cfg)
     layer = {"activations": float(tokens * pass_bytes(shape, widths.stream, widths.compute))}
     states = tokens * shape.hidden * widths.stream
-    # The head reads its states in the type of the matrix multiplication
+    # The head reads its states in the dtype of the matrix multiplication.
     read = written * shape.hidden * (widths.stream + widths.compute % 4)
     head = {"activations": float(states + read), "logits": logits_bytes(shape, setup, widths, written)}
     return kinds | max(layer, head, key=total)
 
 
 def update_peak(cfg: config.Config, shape: Shape, setup: Setup, widths: Widths) -> dict[str, float]:
-    """The largest of: the end of the forward pass, the head's backward pass, the last layer's."""
+    """Bytes at the peak of an update.
+
+    That is the largest of: end of the forward pass, backward pass of the head, backward pass of the last
+    layer.
+    """
     kinds = trained_weights(cfg, shape, setup, widths)
     if setup.sharded:
-        # Besides the gathered weights, gradients on their way to their owner
+        # Besides the gathered weights: gradients that wait for their reduce-scatter.
         on_their_way = 2 * shape.layer_params * (widths.compute + 4) + shape.head * widths.compute
         kinds["FSDP"] = gathered_weights(shape, widths) + on_their_way
     tokens, written = micro_batch(cfg)
@@ -268,7 +275,7 @@ def update_peak(cfg: config.Config, shape: Shape, setup: Setup, widths: Widths) 
     norm = tokens * shape.hidden * (12 if widths.stream == 4 else 8)
     head = written * shape.hidden * (widths.stream + widths.compute % 4)
     forward = {"activations": float(kept + norm + head), "logits": logits}
-    # And the gradients of the head's states and weights
+    # Adds the gradients of the head's states and weights.
     head_backward = {
         "activations": forward["activations"] + written * shape.hidden * 4,
         "logits": logits + shape.head * 4,
@@ -282,27 +289,30 @@ def update_peak(cfg: config.Config, shape: Shape, setup: Setup, widths: Widths) 
 
     ends = [forward, head_backward, layer_backward]
     if widths.cast:
-        # A checkpointed block drops its copies when its forward pass ends
+        # With gradient checkpointing a block frees its copies when its forward pass ends.
         for end in ends[:1] if checkpointing else ends:
             end["autocast's copy"] = autocast_copy(shape, widths)
     return kinds | max(ends, key=total)
 
 
 def autocast_copy(shape: Shape, widths: Widths) -> float:
-    """A copy of each weight but the head's, which is cast slice by slice."""
+    """Bytes of autocast's copies of all weights but the head's, which is cast slice by slice."""
     return float((shape.matmul_params - shape.head) * widths.cast)
 
 
 def gathered_weights(shape: Shape, widths: Widths) -> float:
-    """FSDP2 gathers a layer ahead of the one it runs; embedding and head stay until the pass is over."""
+    """Bytes of the weights that FSDP2 holds gathered.
+
+    It prefetches one layer ahead of the one it runs; embedding and head stay gathered until the pass is over.
+    """
     root = shape.head * (1 if shape.tied else 2)
     return float(widths.compute * (2 * shape.layer_params + root))
 
 
 def logits_bytes(shape: Shape, setup: Setup, widths: Widths, written: int) -> float:
-    """The LM head's float32 logits of `written` tokens, whole or in slices of the vocabulary.
+    """Bytes of the LM head's float32 logits for `written` tokens, at once or in slices of the vocabulary.
 
-    Of slices the one before is still in memory.
+    With slices, the previous slice is still in memory.
     """
     limit = lm_head.SLICE_LOGITS.get("cuda" if setup.on_gpu else "cpu", 2**27)
     width = min(shape.vocab, max(1024, limit // written))
@@ -312,7 +322,7 @@ def logits_bytes(shape: Shape, setup: Setup, widths: Widths, written: int) -> fl
 
 
 def local_processes(setup: Setup) -> int:
-    """Processes of one machine: as launched; at most eight where `plan` describes GPUs that are not here."""
+    """Processes on one machine: as launched, or at most 8 if `plan` describes GPUs of another machine."""
     launched = os.environ.get("LOCAL_WORLD_SIZE")
     if launched and int(os.environ.get("WORLD_SIZE", 1)) == setup.processes:
         return int(launched)
@@ -320,9 +330,9 @@ def local_processes(setup: Setup) -> int:
 
 
 def host_memory(cfg: config.Config, shape: Shape, setup: Setup) -> dict[str, dict[str, float]]:
-    """Bytes of CPU memory of one machine with GPUs, by kind: while models are opened, and while training.
+    """Bytes of CPU memory of one machine with GPUs, by kind: while models are loaded, and during training.
 
-    Every process opens each model whole, in float32, and places it before it opens the next.
+    Every process loads one full float32 model at a time, and moves or shards it before it loads the next.
     """
     weights, processes = shape.params, local_processes(setup)
     offload = cfg.optim.name == "adamw_offload"
@@ -353,14 +363,14 @@ def total(kinds: dict[str, float]) -> float:
 def micro_batch(cfg: config.Config) -> tuple[int, int]:
     """Tokens of one forward pass of the update, and how many of them the model wrote.
 
-    Its rows are taken as long as they may be.
+    Assumes rows of maximal length.
     """
     rollout, optim = cfg.rollout, cfg.optim
     longest = rollout.max_episode_tokens
     if optim.micro_batch_tokens is None:
         tokens = optim.micro_batch_size * longest
     else:
-        # A row longer than the budget is a micro-batch of its own
+        # A row longer than the budget is a micro-batch of its own.
         tokens = max(optim.micro_batch_tokens, longest)
     prompt = min(cfg.plan.prompt_tokens, rollout.max_prompt_tokens)
     written = min((rollout.max_turns + 1) * rollout.max_new_tokens, longest - prompt)
@@ -368,20 +378,19 @@ def micro_batch(cfg: config.Config) -> tuple[int, int]:
 
 
 def pass_bytes(shape: Shape, stream: int, compute: int) -> int:
-    """Of a token, inside the MLP of a pass without gradients.
+    """Bytes per token inside the MLP of a pass without gradients.
 
-    Four tensors of the model's width (embeddings, the layer's input, the residual and its norm) and three of
-    the MLP's.
+    Four tensors of the model's width (embeddings, layer input, residual, its norm) and three of the MLP's.
     """
     return 4 * shape.hidden * stream + 3 * shape.ffn * compute
 
 
 def saved_bytes(shape: Shape, stream: int, compute: int) -> int:
-    """Of a token, for the backward pass of a decoder layer.
+    """Bytes per token that a decoder layer saves for its backward pass.
 
-    Two norms keep their input, the normalised input and their output, the latter once for each matrix where
-    autocast casts it. Attention keeps queries, keys, values, its output and a contiguous copy of that. The
-    MLP keeps four tensors of its width.
+    Each of the two norms saves its input, the normalised input and its output; the output once per matrix if
+    autocast casts it. Attention saves queries, keys, values, its output and a contiguous copy of the output.
+    The MLP saves four tensors of its width.
     """
     norms = {(4, 4): 24, (4, 2): 26, (2, 2): 16}[stream, compute]
     return norms * shape.hidden + compute * (3 * shape.query + 2 * shape.kv + 4 * shape.ffn)
@@ -389,8 +398,10 @@ def saved_bytes(shape: Shape, stream: int, compute: int) -> int:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a step of one process by activity, with the arithmetic in words; tokens are those of all
-    processes."""
+    """Seconds of a step by activity, each with its arithmetic in words.
+
+    The times are those of one process; `tokens` and `written` count the tokens of all processes.
+    """
 
     parts: dict[str, tuple[float, str]]
     tokens: int
@@ -399,27 +410,27 @@ class Times:
 
 @dataclass(frozen=True)
 class Work:
-    """What one process computes in a step, with episodes as long as section `plan` assumes."""
+    """What one process computes in a step, with the episode length that section `plan` assumes."""
 
     episodes: float
-    length: int  # tokens of an episode
-    token_flop: int  # of a forward pass
-    scored: float  # passes without gradients over every token
-    flops: float  # a second, as reached
-    bandwidth: float  # bytes a second, as reached
-    compute: int  # bytes of a number in a matrix multiplication
+    length: int  # tokens per episode
+    token_flop: int  # FLOP per token of a forward pass
+    scored: float  # passes without gradients over all tokens
+    flops: float  # achieved FLOP/s
+    bandwidth: float  # achieved bytes/s
+    compute: int  # bytes per number in a matrix multiplication
 
     @property
     def tokens(self) -> float:
         return self.episodes * self.length
 
     def seconds(self, tokens: float) -> float:
-        """Of one forward pass."""
+        """Seconds of one forward pass over `tokens`."""
         return tokens * self.token_flop / self.flops
 
 
 def episode_length(cfg: config.Config) -> int:
-    """Tokens of the episode that section `plan` assumes."""
+    """Tokens per episode that section `plan` assumes."""
     assumed = cfg.plan
     tokens = assumed.prompt_tokens + assumed.written_tokens + assumed.observation_tokens
     return min(tokens, cfg.rollout.max_episode_tokens)
@@ -437,7 +448,7 @@ def work_of_step(cfg: config.Config, shape: Shape, setup: Setup) -> Work:
     return Work(
         episodes=cfg.rollout.num_questions * cfg.rollout.group_size / setup.processes,
         length=length,
-        # Attention looks back half an episode on average
+        # On average a token attends to half an episode.
         token_flop=2 * shape.matmul_params + 2 * shape.layers * shape.query * length,
         scored=scored,
         flops=cfg.plan.tflops * 1e12 * cfg.plan.efficiency,
@@ -447,8 +458,10 @@ def work_of_step(cfg: config.Config, shape: Shape, setup: Setup) -> Work:
 
 
 def step_times(cfg: config.Config, shape: Shape, setup: Setup) -> Times:
-    """An estimate, on the figures of section `plan`: multiplications 2 a weight and token, 6 with the
-    backward pass, 8 where it recomputes."""
+    """Estimates the time of a step from the figures in section `plan`.
+
+    FLOP per weight and token: 2 for a forward pass, 6 with the backward pass, 8 with gradient checkpointing.
+    """
     work = work_of_step(cfg, shape, setup)
     passes = 4 if cfg.model.gradient_checkpointing else 3
     parts = rollout_times(cfg, shape, work)
@@ -468,7 +481,7 @@ def step_times(cfg: config.Config, shape: Shape, setup: Setup) -> Times:
 
 
 def rollout_times(cfg: config.Config, shape: Shape, work: Work) -> dict[str, tuple[float, str]]:
-    """Decoding, bound by memory or by arithmetic, and reading prompts (once a group) and observations."""
+    """Times of decoding (bound by memory or compute) and of prefill: prompts once a group, observations."""
     slots = min(cfg.rollout.num_slots, work.episodes)
     steps = work.episodes * cfg.plan.written_tokens / slots
     cache = slots * work.length * 2 * shape.layers * shape.kv * work.compute
@@ -511,7 +524,7 @@ def communication_time(cfg: config.Config, shape: Shape, setup: Setup, work: Wor
 
 
 def disk_use(cfg: config.Config, shape: Shape) -> dict[str, tuple[float, str]]:
-    """Bytes a run leaves in `run.dir`."""
+    """Bytes that a run leaves in `run.dir`, by kind, each with its arithmetic in words."""
     run, length = cfg.run, episode_length(cfg)
     weight = checkpoint_bytes(cfg)
     count = -(-run.steps // run.save_every) + 1
@@ -541,7 +554,7 @@ def disk_use(cfg: config.Config, shape: Shape) -> dict[str, tuple[float, str]]:
 
 
 def checkpoint_bytes(cfg: config.Config) -> int:
-    """Of a weight: itself, its moments, and the snapshots that a lagged anchor needs."""
+    """Bytes per weight in a checkpoint: weight, moments, and the snapshots that a lagged anchor needs."""
     half = cfg.model.mixed_precision == "bf16"
     size = {"adamw": 4 + 8, "adamw_8bit": 4 + 2, "adamw_offload": (2 if half else 4) + 12}[cfg.optim.name]
     if cfg.loss.lld_lag_steps > 0:
@@ -550,8 +563,7 @@ def checkpoint_bytes(cfg: config.Config) -> int:
 
 
 def shrink_to_fit(cfg: config.Config, shape: Shape, setup: Setup) -> config.Config | None:
-    """`cfg` with as many slots and as large micro-batches, halved and halved again, as fit; None where even
-    the smallest do not."""
+    """`cfg` with slots and micro-batches halved until it fits; None if even the smallest do not fit."""
     while True:
         over = [name for name, kinds in estimate(cfg, shape, setup).items() if total(kinds) > setup.memory]
         rollout, optim = cfg.rollout, cfg.optim
@@ -569,13 +581,13 @@ def shrink_to_fit(cfg: config.Config, shape: Shape, setup: Setup) -> config.Conf
 
 
 def alternatives(cfg: config.Config, setup: Setup) -> dict[str, tuple[config.Config, Setup]]:
-    """What could be changed to save memory, by the words that say it; first nothing."""
+    """Changes that save memory: {label: (options, setup)}; the first entry changes nothing."""
     found = {"as it is": (cfg, setup)}
     if not cfg.model.gradient_checkpointing:
         model = replace(cfg.model, gradient_checkpointing=True)
         found["model.gradient_checkpointing=true"] = (replace(cfg, model=model), setup)
     if not setup.sharded and setup.on_gpu:
-        # DDP cannot train offloaded weights (refuse_combination)
+        # DDP cannot train offloaded weights (see refuse_combination).
         offered = ("adamw_8bit", "adamw_offload") if setup.processes == 1 else ("adamw_8bit",)
         for name in offered:
             if cfg.optim.name != name:
@@ -593,12 +605,12 @@ def alternatives(cfg: config.Config, setup: Setup) -> dict[str, tuple[config.Con
 
 
 def highest_peak(cfg: config.Config, shape: Shape, setup: Setup) -> float:
-    """Bytes of the phase that takes most."""
+    """Bytes of the phase that needs the most memory."""
     return max(map(total, estimate(cfg, shape, setup).values()))
 
 
 def verdict(cfg: config.Config, shape: Shape, setup: Setup) -> str:
-    """Whether it fits, and with which fewer slots and smaller micro-batches if not as it is."""
+    """Whether it fits as it is, with fewer slots and smaller micro-batches, or not at all; as text."""
     less = shrink_to_fit(cfg, shape, setup)
     if less is None:
         return "does not fit, whatever the slots and micro-batches"
@@ -613,7 +625,7 @@ def verdict(cfg: config.Config, shape: Shape, setup: Setup) -> str:
 
 
 def remedies(cfg: config.Config, shape: Shape, setup: Setup) -> list[str]:
-    """What could be changed, a line each: the memory it would take, and whether it fits."""
+    """One line per alternative: the memory it needs, and whether it fits."""
     lines = []
     for label, (changed, changed_setup) in alternatives(cfg, setup).items():
         peak = highest_peak(changed, shape, changed_setup)
@@ -622,12 +634,12 @@ def remedies(cfg: config.Config, shape: Shape, setup: Setup) -> list[str]:
 
 
 def unit_of(peaks: dict[str, dict[str, float]]) -> tuple[float, str]:
-    """The unit that the table is printed in: (bytes, name)."""
+    """Unit of the printed table: (bytes, name)."""
     return (GB, "GB") if max(map(total, peaks.values())) > GB else (1e6, "MB")
 
 
 def format_plan(cfg: config.Config, shape: Shape, setup: Setup) -> str:
-    """The plan as it is printed."""
+    """The plan as text."""
     lines = [*format_run(cfg, shape, setup), "", *format_peaks(cfg, shape, setup)]
     if setup.on_gpu:
         lines += ["", *format_host_memory(cfg, shape, setup), "", *format_times(cfg, shape, setup)]
@@ -638,7 +650,7 @@ def format_plan(cfg: config.Config, shape: Shape, setup: Setup) -> str:
 
 
 def format_run(cfg: config.Config, shape: Shape, setup: Setup) -> list[str]:
-    """The model, the devices and the options that memory depends on."""
+    """Lines with the model, the devices and the options that memory depends on."""
     lines = []
     if not setup.on_gpu:
         lines += [
@@ -670,7 +682,7 @@ def format_run(cfg: config.Config, shape: Shape, setup: Setup) -> list[str]:
 
 
 def format_peaks(cfg: config.Config, shape: Shape, setup: Setup) -> list[str]:
-    """The table of memory: a column a phase, a line a kind, and the sums."""
+    """Lines of the memory table: one column per phase, one line per kind, and the sums."""
     peaks = estimate(cfg, shape, setup)
     unit, name = unit_of(peaks)
     tokens, written = micro_batch(cfg)
@@ -720,7 +732,7 @@ def format_times(cfg: config.Config, shape: Shape, setup: Setup) -> list[str]:
 
 
 def refuse_combination(cfg: config.Config, setup: Setup) -> None:
-    """Raises ValueError for an optimizer that works on whole tensors where they are sharded."""
+    """Raises ValueError for an optimizer that cannot train sharded weights, or not under DDP."""
     if setup.sharded and cfg.optim.name != "adamw":
         raise ValueError(
             f"optim.name = {cfg.optim.name!r} works on whole weights, and here they are sharded: use adamw "
@@ -764,10 +776,9 @@ def main(cfg: config.Config) -> int:
 
 
 def check(cfg: config.Config) -> None:
-    """Before a run on a GPU: raises ValueError if what is always allocated cannot fit, warns if the peak may
-    not.
+    """Before a run on a GPU: raises ValueError if weights, gradients, optimizer and copies do not fit.
 
-    The estimate takes the longest episodes, so the peak alone refuses nothing.
+    Only warns if the peak does not fit, because it is estimated for episodes of maximal length.
     """
     setup = read_setup(replace(cfg, plan=config.Plan()))
     refuse_combination(cfg, setup)
@@ -794,10 +805,10 @@ def check(cfg: config.Config) -> None:
 
 
 def check_host(cfg: config.Config, shape: Shape, setup: Setup) -> None:
-    """Raises ValueError if a machine's CPU memory cannot hold the models while they are opened, warns if
-    training may not fit.
+    """Raises ValueError if the models do not fit into CPU memory while they are loaded.
 
-    Otherwise the kernel would kill the largest process without a message.
+    Only warns if training may not fit. Without this check the kernel would kill the largest process without a
+    message.
     """
     available = memory.available_bytes()
     for phase, kinds in host_memory(cfg, shape, setup).items():
