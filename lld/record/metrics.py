@@ -21,7 +21,7 @@ from lld.tools import TOOLS
 
 
 def summarize_updates(update_rows: list[dict]) -> dict[str, float]:
-    """The optimizer steps of a rollout as one row.
+    """One row for all optimizer steps of a rollout.
 
     Means of the losses, mean and maximum of the gradient norm, number of skipped steps.
     """
@@ -44,12 +44,12 @@ def described(name: str) -> bool:
 
 
 def mean(values: list[float]) -> float:
-    """0 where there are none."""
+    """The mean of `values`; 0 if there are none."""
     return sum(values) / max(1, len(values))
 
 
 def answer_match(episode: Episode) -> float:
-    """Exact match of the answer; 0 without one."""
+    """Exact match of the answer; 0 without an answer."""
     if episode.answer is None:
         return 0.0
     return exact_match(episode.answer, episode.question.golden_answers)
@@ -62,7 +62,7 @@ def has_gold(episode: Episode) -> bool | None:
 
 
 def is_truncated(episode: Episode) -> bool:
-    """Whether it ran out of context, or a turn of it out of its token budget."""
+    """Whether an episode exceeded the context, or one of its turns the token budget."""
     return episode.stop_reason == "length" or any(turn.stop == "length" for turn in episode.turns)
 
 
@@ -98,7 +98,7 @@ def describe_episodes(episodes: list[Episode], rewards_PG: torch.Tensor) -> dict
 def append_rows(path: Path, rows: list[dict]) -> None:
     """Appends JSON lines and flushes them to the disk; every name must be in the glossary.
 
-    Raises OSError with the file's name where it cannot be written.
+    Raises OSError with the file's name if it cannot be written.
     """
     unknown = [name for row in rows for name in row if not described(name)]
     assert not unknown, f"not in GLOSSARY of lld/record/glossary.py: {unknown}"
@@ -109,7 +109,7 @@ def append_rows(path: Path, rows: list[dict]) -> None:
 
 
 def replace_last_row(path: Path, row: dict) -> None:
-    """Puts `row` in the place of the log's last one."""
+    """Replaces the last row of a log by `row`."""
     lines = path.read_text().split("\n")[:-1]
     replace_file(path, "".join(line + "\n" for line in [*lines[:-1], json.dumps(row)]), durable=True)
 
@@ -117,7 +117,7 @@ def replace_last_row(path: Path, row: dict) -> None:
 def truncate_rows(path: Path, step_of: Callable[[str], int], num_steps: int) -> None:
     """Drops the lines of steps that a resumed run will repeat.
 
-    Also those without a step (`step_of` raises), and a last one that a kill cut short.
+    Also drops lines without a step (`step_of` raises) and an incomplete last line of a killed run.
     """
     if not path.exists():
         return

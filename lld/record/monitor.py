@@ -1,9 +1,8 @@
-"""Likelihood displacement: true means by class, part and turn; the paper's other signals; the phases of a
-collapse.
+"""Likelihood displacement, as exact means by class, part and turn, and the paper's other signals.
 
-Everything is computed from whole (B, T) tensors of log-probabilities (`update.Scores`), which every process
-holds, so no figure depends on micro-batches or on the number of processes. Displacement is log pi - log
-pi_old, the paper's Delta of Def. 4.1: negative where a token became less likely.
+All of it is computed from full (B, T) tensors of log-probabilities (`update.Scores`), which every rank holds,
+so no metric depends on micro-batches or the number of ranks. Displacement is log pi - log pi_old, the paper's
+Delta of Def. 4.1: negative if a token became less likely.
 """
 
 import dataclasses
@@ -18,15 +17,14 @@ from lld.update import Scores
 
 CLASSES = ("correct", "incorrect", "neutral")  # A > 0, A < 0, A = 0
 QUANTILES = (0.05, 0.5, 0.95)
-# Nats a token, computed in float32 and, True, in bf16: what fell by less may not have fallen at all
+# Rounding noise in nats a token, with float32 (False) and bf16 (True): a smaller fall may not be real
 # (docs/rounding.md).
 NOISE = {False: 1e-5, True: 3e-3}
 BATCH_FIELDS = [field.name for field in dataclasses.fields(Batch)]
 
 
 def _means(prefix: str, names: list[str], values_N: torch.Tensor, groups_N: torch.Tensor) -> dict[str, float]:
-    """`prefix`name -> mean of the values whose group is that name's index; groups without a value are
-    absent."""
+    """`prefix` + name -> mean of the values whose group is the index of that name; without empty groups."""
     counts = torch.bincount(groups_N, minlength=len(names)).tolist()
     sums = torch.zeros(len(names), dtype=torch.float64).index_add_(0, groups_N, values_N.double()).tolist()
     return {
@@ -45,9 +43,9 @@ def displacement(
 ) -> dict[str, float]:
     """Mean displacement of some rows per token, per action and per response, and shares below 0.
 
-    Per token also by part and turn, with quantiles. A per-action or per-response value is a sum over tokens,
-    as in Def. 4.1 and Eq. 2; displaced is what fell by more than NOISE a token, which is larger with `half`,
-    in bf16. Rows with a value that is not finite are left out.
+    Per token also by part and turn, with quantiles. The value of an action or a response is the sum over its
+    tokens, as in Def. 4.1 and Eq. 2. It counts as displaced if it fell by more than NOISE per token; `half`
+    selects the noise of bf16. Rows with a non-finite value are left out.
     """
     rows_R = torch.tensor(rows)
     action_ids_RT = batch.action_ids_BT[rows_R]
@@ -92,7 +90,7 @@ def _level(prefix: str, level: str, values_N, class_N, threshold) -> dict[str, f
 def _quantiles(prefix: str, delta_N: torch.Tensor, class_N: torch.Tensor) -> dict[str, float]:
     table = {}
     for index, name in enumerate(CLASSES):
-        # Not torch.quantile, which refuses more than 16 million values.
+        # torch.quantile accepts at most 16 million values.
         ordered_n = delta_N[class_N == index].sort().values
         if not len(ordered_n):
             continue
@@ -105,9 +103,11 @@ def _quantiles(prefix: str, delta_N: torch.Tensor, class_N: torch.Tensor) -> dic
 def gates(
     batch: Batch, anchor_BT: torch.Tensor, new_BT: torch.Tensor, rows: list[int], tolerance: float = 0.0
 ) -> dict[str, float]:
-    """What each gate of LLDS would do on the rows with A >= 0, whatever `loss.lld_weight` is: the share of
-    their tokens it opens on, and the mean penalty per token before lambda (Eqs. 4, 9, 10). `anchor_BT` is
-    what LLDS compares with, `tolerance` its loss.lld_tolerance."""
+    """What each gate of LLDS would do on the rows with A >= 0, whatever `loss.lld_weight` is.
+
+    That is the share of their tokens with an open gate, and the mean penalty per token before lambda
+    (Eqs. 4, 9, 10). anchor_BT: log-probabilities that LLDS compares with; tolerance: loss.lld_tolerance.
+    """
     preserved = [
         row
         for row in rows
@@ -129,8 +129,7 @@ def gates(
 
 
 def policy_change(batch: Batch, scores: Scores, rows: list[int], cfg) -> dict[str, float]:
-    """Likelihoods by class, entropy, and the ratio pi / pi_old with its tail and the share that the clip
-    silences."""
+    """Likelihoods by class, entropy, and the ratio pi / pi_old: mean, tail, and share of clipped tokens."""
     rows_R = torch.tensor(rows)
     advantages_R = batch.advantages_B[rows_R]
     old_RT, new_RT = scores.old_BT[rows_R], scores.new_BT[rows_R]
@@ -164,8 +163,7 @@ def policy_change(batch: Batch, scores: Scores, rows: list[int], cfg) -> dict[st
 
 
 def sampler_gap(batch: Batch, scores: Scores) -> dict[str, float]:
-    """|log p(trainer) - log p(sampler)| over the rows of the first update, whose policy still is the one that
-    sampled."""
+    """|log p(trainer) - log p(sampler)| over the rows of the first update, which has the sampling policy."""
     rows = scores.rows[0]
     gap_N = (scores.new_BT[rows] - batch.sampled_logprobs_BT[rows]).abs()[batch.action_ids_BT[rows] > 0]
     gap_N = gap_N[gap_N.isfinite()]
@@ -177,13 +175,15 @@ def sampler_gap(batch: Batch, scores: Scores) -> dict[str, float]:
 
 
 def episode_likelihoods(batch: Batch, old_BT: torch.Tensor, episodes: list[Episode]) -> dict[str, float]:
-    """The paper's Figures 5 and 6 from the likelihoods before the update.
+    """The paper's Figures 5 and 6, from the likelihoods before the update.
 
-    Mean log-probability per token of the first action of wrong episodes, and of the second where the first
-    was a search; the share of those whose first search found the same passages as that of a right episode of
-    the same question, among wrong episodes that began with a search and whose question also has a right one;
-    and mean negative log-likelihood per token by the number of searches. Wrong and right are by exact match,
-    whatever the reward; episodes with a value that is not finite are left out.
+    - nll/searchesN: mean negative log-likelihood per token, by the number of searches.
+    - wrong/first_action: mean log-probability per token of the first action of wrong episodes.
+    - wrong/second_action: that of the second action, if the first was a search.
+    - wrong/observation_match: of the wrong episodes that began with a search and whose question also has a
+      right episode, the share whose first search found the same passages as that of a right one.
+
+    Wrong and right are by exact match, whatever the reward. Episodes with a non-finite value are left out.
     """
     right = [is_right(episode) for episode in episodes]
     first_found = [first_passages(episode) for episode in episodes]
@@ -217,7 +217,7 @@ def is_right(episode: Episode) -> bool:
 
 
 def first_passages(episode: Episode) -> frozenset | None:
-    """The passages that the first action found, or None where it was no search."""
+    """The passages that the first action found; None if it was not a search."""
     turn = episode.turns[0] if episode.turns else None
     return (
         frozenset(passage.contents for passage in turn.passages)

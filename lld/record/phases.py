@@ -1,34 +1,35 @@
-"""Early warning and alarm, online from a run's own log: the three phases of the death spiral (paper, Sec.
-4.2, Fig. 2), and collapse.
+"""Detects, online from a run's log, the phases of the death spiral (paper, Sec. 4.2, Fig. 2) and collapse.
 
-The phases add up by how much correct responses lose likelihood under the updates, in units of their own
-negative log-likelihood, beyond an allowance (a one-sided CUSUM, Page 1954), and look at the other signals
-only then:
+Phases 1 to 3 rest on a one-sided CUSUM (Page 1954): S sums how much likelihood correct responses lose in the
+updates, relative to their negative log-likelihood and beyond an allowance. A window is 10 steps.
 
-    x = displacement/correct / |likelihood/correct_old| of a step, cut at ±0.3;   S = max(0, S - x - 0.01)
+    x = displacement/correct / |likelihood/correct_old| of a step, clamped to ±0.3
+    S = max(0, S - x - 0.01)
 
-    1 stagnation     S > 0.3: correct responses have not become likelier for a while although they are
-      rewarded
-    2 decay          S > 2: the falls add up to twice these responses' whole negative log-likelihood
-    3 acceleration   decay, and at least two of: S grew by more than 0.5 over the last window; mean entropy
-      above 1.3 times its
-                     lowest so far; median of ratio/q999 - 1 above twice its level in the first two windows;
-                     median gradient norm above twice its level there
+    1 stagnation     S > 0.3: for a while correct responses have not become likelier, although rewarded.
+    2 decay          S > 2: the losses sum to twice the negative log-likelihood of these responses.
+    3 acceleration   S > 2, and at least two of
+                     - S grew by more than 0.5 over the last window
+                     - mean entropy is above 1.3 times its lowest so far
+                     - median of ratio/q999 - 1 is above twice its median in the first two windows
+                     - median gradient norm is above twice its median in the first two windows
 
-With one update a rollout x is that of the re-scored rollouts (`final/displacement/correct`,
-monitor.rescore_every), the only steps that say something. A window is 10 steps.
+With one update per rollout, x is computed from `final/displacement/correct`, on the steps that were re-scored
+(monitor.rescore_every); the other steps do not change S.
 
-    4 collapse       needs no likelihood, as a dead run has no correct responses: at least two of these signs,
-      or a lost reward for
-                     10 steps. The mean of the last 5 steps is compared with the best of a window so far (the
-                     first ones hold fewer steps): reward lost, below half and at least 0.1 lower; no mixed
-                     group in 5 steps, beside a lost reward; answered below half; valid_actions below half;
-                     truncated higher by 0.5; entropy above 3 times that of the first 5 steps, or below a
-                     twentieth of it
+    4 collapse       At least two of these signs, or a lost reward for 10 steps in a row. The mean of the last
+                     5 steps is compared with the best mean of a window so far (the first windows are
+                     shorter). It needs no likelihood, because a collapsed run has no correct responses.
+                     - reward lost: below half, and at least 0.1 lower
+                     - no mixed group for 5 steps, together with a lost reward
+                     - answered below half
+                     - valid_actions below half
+                     - truncated higher by 0.5
+                     - entropy above 3 times, or below a twentieth, of its mean over the first 5 steps
 
-A phase is reported while its condition holds. Everything is relative to the run's own course, so the rule
-knows no model's scale; the constants of phases 1 to 3 were chosen on runs of seed 0 of the tiny world,
-docs/alarm.md says what they and phase 4 are worth.
+A phase is reported while its condition holds. Every comparison is with the run itself, so the rule does not
+depend on a model's scale. The constants of phases 1 to 3 were chosen on runs of the tiny world with seed 0;
+docs/alarm.md evaluates them and phase 4.
 """
 
 import math
@@ -38,11 +39,12 @@ WINDOW = 10  # steps
 ALLOWANCE, LARGEST_FALL = 0.01, 0.3
 STAGNATION, DECAY, GROWTH = 0.3, 2.0, 0.5
 ENTROPY_RISE, TAIL_RISE, GRADIENT_RISE = 1.3, 2.0, 2.0
-SHORT = 5  # steps of the means that tell a collapse
-# Steps in a row of a lost reward that need no second sign; without a mixed group that are worth a line
+SHORT = 5  # steps of the means for a collapse
+# Steps in a row of a lost reward that are a collapse without a second sign, or of no mixed group that are
+# worth a warning.
 LONG = 10
 HALF, LOST_REWARD, TRUNCATED_RISE = 0.5, 0.1, 0.5
-ENTROPY_HIGH, ENTROPY_LOW = 3.0, 0.05  # times the beginning's
+ENTROPY_HIGH, ENTROPY_LOW = 3.0, 0.05  # multiples of the first steps' mean
 BETTER = {
     "reward/mean": max,
     "reward/mixed_groups": max,
@@ -56,29 +58,31 @@ COLLAPSE = NAMES.index("collapse")
 
 
 class Detector:
-    """Feeds on rows of metrics.jsonl, one by one, and says which phase the run is in; `num_updates` is
-    optim.updates_per_rollout.
+    """The phase of a run, from its rows of metrics.jsonl, one by one.
 
-    After `update`, `signs` holds in words what has collapsed, also while one sign alone is no collapse yet,
-    and `idle` the number of steps in a row without a group to learn from.
+    num_updates: optim.updates_per_rollout. After `update`, `signs` holds the signs of a collapse in words
+    (one alone is not a collapse), and `idle` the number of steps in a row without a mixed group.
     """
 
     def __init__(self, num_updates: int = 2):
-        # At the only update of a rollout the policy still is the old one: nothing has moved until it is
-        # re-scored.
+        # With one update per rollout, its forward pass still has the old policy, so the displacement is 0
+        # until the rollout is re-scored.
         self.displacement = "displacement/correct" if num_updates > 1 else "final/displacement/correct"
         self.rows: list[dict] = []
         self.falls: list[float] = [0.0]  # S after each step
         self.lowest_entropy = float("inf")
-        self.best: dict[str, float] = {}  # name -> the best mean of a window so far
+        self.best: dict[str, float] = {}  # name -> best mean of a window so far
         self.signs: list[str] = []
-        self.lost_for = self.idle = 0  # steps in a row of lost reward; without a mixed group
+        # Steps in a row with a lost reward, and without a mixed group.
+        self.lost_for = self.idle = 0
 
     def update(self, row: dict) -> int:
         self.rows.append({name: row[name] for name in WATCHED if name in row})
         if len(self.rows) >= WINDOW and (entropies := self._values("entropy")):
             self.lowest_entropy = min(self.lowest_entropy, statistics.fmean(entropies))
-        fall = 0.0  # no mixed group: nothing was learned, so nothing was displaced; or not re-scored
+        # Stays 0 if the row lacks the displacement or the likelihood of correct responses: there was no mixed
+        # group, or the step was not re-scored.
+        fall = 0.0
         if self.displacement in row and "likelihood/correct_old" in row:
             relative = row[self.displacement] / max(abs(row["likelihood/correct_old"]), 1e-6)
             fall = -max(-LARGEST_FALL, min(LARGEST_FALL, relative)) - ALLOWANCE
@@ -90,7 +94,7 @@ class Detector:
         return 3 if self._signs_of_acceleration() >= 2 else 2
 
     def _signs_of_acceleration(self) -> int:
-        if len(self.rows) <= 2 * WINDOW:  # the run's own beginning is what the signals are compared with
+        if len(self.rows) <= 2 * WINDOW:  # the first two windows are the reference
             return 0
 
         def median(name, start, end):
@@ -109,8 +113,10 @@ class Detector:
         )
 
     def warning(self, row: dict, phase: int) -> str | None:
-        """What to say after the update with `row` where `phase` begins (0: none does); also where there has
-        been nothing to learn from for long."""
+        """The message after the update with `row`, if `phase` begins (0: none does).
+
+        Also if no group has been mixed for LONG steps. None if there is nothing to report.
+        """
         begins = f"step {row['step']}: phase {phase} ({NAMES[phase]}) begins"
         if phase == COLLAPSE:
             what = ", ".join(self.signs)
@@ -141,8 +147,7 @@ class Detector:
         return None
 
     def _has_collapsed(self) -> bool:
-        """Whether two signs of a collapse are there or the reward has been lost for long; `signs` says
-        which."""
+        """Whether there are two signs of a collapse, or the reward was lost for LONG steps; sets `signs`."""
         now, best = {}, self.best
         for name, better in BETTER.items():
             if values := self._values(name, -SHORT):
@@ -157,7 +162,7 @@ class Detector:
         reward_lost = below("reward/mean", HALF) and now["reward/mean"] <= best["reward/mean"] - LOST_REWARD
         lost = {
             "reward/mean": reward_lost,
-            # There are none where all is right, too
+            # Only with a lost reward: groups that are all right are not mixed either.
             "reward/mixed_groups": reward_lost and self.idle >= SHORT,
             "answered": below("answered", HALF),
             "valid_actions": below("valid_actions", HALF),

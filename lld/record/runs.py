@@ -1,4 +1,4 @@
-"""Run folders, read back: rows of the logs, options, what differs between runs and how each came out."""
+"""Reads run folders: logs, options, differences between runs, and the outcome of each."""
 
 import json
 import math
@@ -11,13 +11,15 @@ from lld.config import Config
 from lld.record.phases import COLLAPSE
 from lld.settings import parse_yaml, to_dict
 
-MAX_STEP = 10**9  # no run is as long
-LARGEST = 1e100  # drawn; sums of such numbers are still finite
+MAX_STEP = 10**9  # no run is that long
+LARGEST = 1e100  # to be drawn; sums of these are finite
 WINDOW = 10  # steps of the running mean
-# A gradient surge: 5 steps' median above 5 times that of up to 50 steps before
+# A gradient surge: the median of 5 steps exceeds 5 times the median of up to 50 steps before.
 SURGE_RATIO, SURGE_WIDTH, SURGE_BEFORE = 5.0, 5, 50
-HELD = 0.75  # last running-mean reward as a share of the best: at least this much held
-ROSE = 1.25  # last running-mean reward over the first: at least this much rose
+# The reward (running mean) "held" if the last value is at least this share of the best,
+HELD = 0.75
+# and "rose" if the last value is also at least this multiple of the first.
+ROSE = 1.25
 COLLAPSE_SHARE, COLLAPSE_FALL = 0.5, 0.1  # see find_collapse
 SETTING_SECTIONS = (
     "model",
@@ -32,24 +34,26 @@ SETTING_SECTIONS = (
 )
 
 
-# All but tab and line end; what turns the direction; half characters
+# Control characters except tab and newline, bidirectional controls, and lone surrogates.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: object) -> str:
-    """Text of a file, a passage or a model as it may stand on a terminal, without what would move its cursor
-    or colour it."""
+    """Untrusted text (of a file, a passage, a model) made safe for a terminal.
+
+    Characters that could move the cursor, set colours or reverse the text become U+FFFD.
+    """
     return _CONTROLS.sub("\ufffd", str(text))
 
 
 def parse_json(text: str | bytes, where: str, remedy: str) -> dict:
-    """The object that a JSON text holds; anything else is a ValueError that names `where` it stands and the
-    remedy."""
+    """The object in a JSON text; ValueError, with `where` and `remedy`, for anything else."""
     try:
         value = json.loads(text)
     except RecursionError:
         raise ValueError(f"{where} is damaged (brackets nested too deeply): {remedy}") from None
-    except ValueError as error:  # not JSON, not UTF-8, or a number of thousands of digits
+    except ValueError as error:
+        # Not JSON, not UTF-8, or a number with thousands of digits.
         raise ValueError(f"{where} is damaged ({error}): {remedy}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{where} is damaged ({type(value).__name__} in place of an object): {remedy}")
@@ -57,8 +61,10 @@ def parse_json(text: str | bytes, where: str, remedy: str) -> dict:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The rows of a JSONL log, each of a step; none where there is no file. A last line still being written
-    is left out; a damaged one raises ValueError."""
+    """The rows of a JSONL log, each with a step; [] if there is no file.
+
+    An incomplete last line is still being written and left out. A damaged line raises ValueError.
+    """
     if not path.exists():
         return []
     rows = []
@@ -74,7 +80,10 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def read_metrics(run_dir: str | Path) -> list[dict]:
-    """The rows of RUN/metrics.jsonl in order of steps; a last line still being written is left out."""
+    """The rows of RUN/metrics.jsonl in file order; an incomplete last line is left out.
+
+    ValueError if the file is missing, damaged or has no rows yet.
+    """
     path = Path(run_dir) / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"no {path}: give the folder of a run (option run.dir)")
@@ -85,7 +94,7 @@ def read_metrics(run_dir: str | Path) -> list[dict]:
 
 
 def is_number(value) -> bool:
-    """Whether a logged value can be drawn, and summed with others."""
+    """Whether a logged value is a number that can be drawn and summed with others."""
     return isinstance(value, (int, float)) and abs(value) <= LARGEST
 
 
@@ -96,8 +105,10 @@ def series(rows: Sequence[dict], name: str) -> tuple[list[int], list[float]]:
 
 
 def running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
-    """The mean of each value and the up to `window` - 1 before it: nothing from the future, so a collapse is
-    not drawn early."""
+    """The mean of each value and up to `window` - 1 values before it.
+
+    It uses no later values, so that a collapse is not drawn too early.
+    """
     return [
         sum(values[max(0, i + 1 - window) : i + 1]) / len(values[max(0, i + 1 - window) : i + 1])
         for i in range(len(values))
@@ -105,7 +116,7 @@ def running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
 
 
 def labels(run_dirs: Sequence[Path]) -> list[str]:
-    """The folders' names, with as many of their parents as tell them apart."""
+    """The folders' names, with as many parents as it takes to distinguish them."""
     parts = [Path(path).resolve().parts for path in run_dirs]
     depth = 1
     while depth < max(map(len, parts)) and len({path[-depth:] for path in parts}) < len(set(parts)):
@@ -114,8 +125,10 @@ def labels(run_dirs: Sequence[Path]) -> list[str]:
 
 
 def _plain(value, depth: int = 0):
-    """A value of a YAML file as JSON takes it: other types, and what is nested more deeply than an option can
-    be, as text."""
+    """A value of a YAML file that JSON can hold.
+
+    Other types become text; so does anything nested more deeply than an option can be.
+    """
     if isinstance(value, (list, dict)) and depth == 3:
         return "…"
     if isinstance(value, list):
@@ -139,7 +152,7 @@ def _flat(tree: dict) -> dict:
 
 
 def read_options(run_dir: str | Path) -> dict:
-    """`section.option` -> value of RUN/config.yaml; empty where the file is missing."""
+    """`section.option` -> value of RUN/config.yaml; empty if there is no such file."""
     path = Path(run_dir) / "config.yaml"
     if not path.is_file():
         return {}
@@ -153,10 +166,9 @@ def read_options(run_dir: str | Path) -> dict:
 
 
 def differences(options: Sequence[dict]) -> dict[str, list]:
-    """Options whose values differ between the runs -> a value a run (None where a run does not have it);
-    `run.dir` aside.
+    """Option -> one value per run (None if a run lacks it), for options that differ; without `run.dir`.
 
-    For one run: the options that depart from the defaults, as (value, default).
+    For a single run: the options that depart from the defaults, as [value, default].
     """
     if len(options) == 1:
         options = [options[0], _flat(to_dict(Config()))]
@@ -168,8 +180,10 @@ def differences(options: Sequence[dict]) -> dict[str, list]:
 
 
 def method(options: dict) -> str:
-    """What a run optimizes, in the paper's names: GRPO, GRPO + LLDS, GRPO + LLDS-MA, with the gate where it
-    is not the default one."""
+    """A run's method by its name in the paper: GRPO, GRPO + LLDS, GRPO + LLDS-MA.
+
+    A gate other than the default is appended.
+    """
     name = str(options.get("loss.kind", "grpo")).upper()
     if not options.get("loss.lld_weight"):
         return name
@@ -182,9 +196,10 @@ def method(options: dict) -> str:
 
 
 def settings(options: Sequence[dict]) -> list[str]:
-    """For each run what else differs, beside LLDS and the seed: runs with the same text may be compared.
+    """For each run, its options that differ besides LLDS's and the seed, as text.
 
-    Options that split the runs in the same way (a world's paths) are named once.
+    Runs with the same text may be compared. Of several options that split the runs in the same way, such as
+    the paths of a world, only the first is named.
     """
     texts, seen = [[] for _ in options], set()
     names = (
@@ -209,8 +224,11 @@ def settings(options: Sequence[dict]) -> list[str]:
 
 
 def gradient_surge(rows: Sequence[dict]) -> int | None:
-    """The first step at which the gradient norm jumps and stays: from there the median of 5 steps is more
-    than 5 times the median of up to 50 steps before (at least 10)."""
+    """The first step at which the gradient norm jumps and stays high; None without one.
+
+    That is where the norm, and the median of the 5 steps from there, exceed 5 times the median of up to 50
+    steps before (at least 10).
+    """
     steps, norms = series(rows, "grad_norm")
     for i in range(10, len(norms) - SURGE_WIDTH + 1):
         if (
@@ -225,9 +243,9 @@ def _course(rows: Sequence[dict], name: str, window: int) -> dict | None:
     steps, values = series(rows, name)
     if not values:
         return None
-    # Of a short run the first and the last one must not be the same
+    # In a short run the first and the last window must not be the same.
     window = min(window, max(1, len(values) // 2))
-    smooth = running_mean(values, window)[window - 1 :]  # whole windows only
+    smooth = running_mean(values, window)[window - 1 :]  # full windows only
     steps = steps[-len(smooth) :]
     best = max(range(len(smooth)), key=smooth.__getitem__)
     return {
@@ -240,9 +258,15 @@ def _course(rows: Sequence[dict], name: str, window: int) -> dict | None:
 
 
 def outcome(rows: Sequence[dict], options: dict) -> dict:
-    """How a run came out: steps done, the course of reward (means of 10 steps, fewer in a short run),
-    held-out EM and likelihood, of each phase the first and last step and how many, gradient surge, skipped
-    updates, and a verdict on the reward: "rose", "held", "fell" or "collapsed" (and did not recover)."""
+    """The outcome of a run.
+
+    steps, steps_wanted: done and configured.
+    verdict: on the reward: "rose", "held", "fell", or "collapsed" (and did not recover).
+    reward, held_out, likelihood: first, best and last mean of 10 steps (fewer in a short run); held-out EM by
+    benchmark, unsmoothed.
+    phases: phase -> (first step, last step, number of steps).
+    surge: first step of a gradient surge. skipped_updates: their number.
+    """
     reward = _course(rows, "reward/mean", WINDOW)
     share = reward["last"] / reward["best"] if reward and reward["best"] > 0 else 1.0
     collapsed = (
@@ -273,9 +297,9 @@ def outcome(rows: Sequence[dict], options: dict) -> dict:
 
 
 def held_out_scores(rows: Sequence[dict], options: dict) -> dict[str, list[tuple[int, float]]]:
-    """benchmark -> [(steps done, EM)] of a run's evaluations, in order; 0 steps is the start's."""
+    """benchmark -> [(steps done, EM)] of a run's evaluations, in order; 0 steps is before training."""
     found: dict[str, list[tuple[int, float]]] = {}
-    # Else the first step's took its place
+    # Whether the EM in the row of step 0 is from before training; else it is from after the first step.
     at_start = (
         options.get("eval.at_start", True)
         and options.get("eval.every") != 1
@@ -291,8 +315,10 @@ def held_out_scores(rows: Sequence[dict], options: dict) -> dict[str, list[tuple
 
 
 def describe_scores(rows: Sequence[dict], options: dict) -> str:
-    """'tiny EM 0.720 after 25 steps (start 0.460, best 0.720 after 25 steps)' of each benchmark: the newest
-    score, the first and the best."""
+    """The newest, first and best score of each benchmark, as text.
+
+    Such as 'tiny EM 0.720 after 25 steps (start 0.460, best 0.720 after 25 steps)'.
+    """
 
     def when(num_steps):
         return f"after {num_steps} steps" if num_steps else "at the start"
@@ -317,7 +343,7 @@ def describe_scores(rows: Sequence[dict], options: dict) -> str:
 
 
 def describe_end(run_dir: str | Path) -> str:
-    """What a run has reached and what to type next, in lines for the console."""
+    """Lines for the console: what a run has reached, and the command to evaluate its checkpoint."""
     folder = Path(run_dir)
     rows, options = read_metrics(folder), read_options(folder)
     scores, reward = describe_scores(rows, options), _course(rows, "reward/mean", WINDOW)
@@ -351,18 +377,21 @@ def describe_end(run_dir: str | Path) -> str:
 
 
 def find_collapse(steps: Sequence[int], rewards: Sequence[float]) -> dict:
-    """When the running mean of the reward (10 steps, full windows only) began to lie below half of its
-    earlier maximum and at least
-    0.1 below it for 10 steps in a row: `collapse_step`, and `falling_step`, where the unbroken fall of 0.1
-      began that led there; both
-    None without a collapse. `peak` is the maximum up to then (or to the end) and `fall` the largest distance
-      from an earlier
-    maximum in the whole run.
+    """The first collapse of the reward: when its running mean stays far below its earlier maximum.
 
-    Half, as a wobble or a plateau after the best step is no collapse. 0.1, as the noise of such a mean is
-    0.02 to 0.03 with 80 episodes a step: a policy that never had 0.1 of reward has nothing to lose. 10 steps
-    in a row, as one dip of a low, noisy reward touches the line by chance; a fall within the last 10 steps
-    therefore goes uncounted. The maximum may be the warm start's own.
+    The mean is over 10 steps, full windows only. It must be below half of its earlier maximum, and at least
+    0.1 below it, for 10 steps in a row. Returns
+
+    - collapse_step: the first of these 10 steps; None without a collapse.
+    - falling_step: the step from which on the mean was at least 0.1 below the maximum without a break; None
+      without a collapse.
+    - peak: the maximum up to the collapse, or of the whole run.
+    - fall: the largest distance from an earlier maximum in the whole run.
+
+    Half, because a dip or a plateau after the best step is not a collapse. 0.1, because the noise of such a
+    mean is 0.02 to 0.03 with 80 episodes a step; a reward that never reached 0.1 cannot collapse. 10 steps in
+    a row, because a low, noisy reward may cross the limit once by chance; a fall in the last 10 steps is
+    therefore not counted. The maximum may be that of the warm start.
     """
     means = running_mean(rewards)
     peak, fall, falling, stretch, found = -math.inf, 0.0, None, 0, None

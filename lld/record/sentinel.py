@@ -1,4 +1,4 @@
-"""The sentinel: early correct episodes, re-scored as training goes on."""
+"""The sentinel: correct episodes from early in training, re-scored as it continues."""
 
 import dataclasses
 
@@ -10,10 +10,10 @@ from lld.update import score_batch
 
 
 def choose_sentinel(batch: Batch, old_BT: torch.Tensor, episodes: list[Episode], size: int) -> Batch | None:
-    """The first `size` right episodes of a rollout as a batch of their own; None where there is none.
+    """The first `size` right episodes of a rollout as a batch; None if there are none.
 
-    In place of the sampler's log-probabilities, which with top_p < 1 are those of the cut distribution, it
-    holds `old_BT`.
+    Its `sampled_logprobs_BT` are `old_BT`, because with top_p < 1 the sampler's are those of the truncated
+    distribution.
     """
     rows = [
         row for row, episode in enumerate(episodes) if is_right(episode) and old_BT[row].isfinite().all()
@@ -24,7 +24,7 @@ def choose_sentinel(batch: Batch, old_BT: torch.Tensor, episodes: list[Episode],
 
 
 def take(batch: Batch, rows: list[int]) -> Batch:
-    """Some rows of a batch as one of their own."""
+    """Some rows of a batch, as a new batch."""
     return Batch(
         *(
             tuple(batch.names[row] for row in rows) if name == "names" else getattr(batch, name)[rows]
@@ -44,5 +44,5 @@ def describe_sentinel(accelerator, policy, sentinel: Batch, cfg) -> dict[str, fl
 
 
 def pack_sentinel(sentinel: Batch | None) -> dict | None:
-    """The sentinel as a checkpoint holds it: tensors and strings."""
+    """The sentinel as stored in a checkpoint: tensors and strings."""
     return None if sentinel is None else {name: getattr(sentinel, name) for name in BATCH_FIELDS}

@@ -1,5 +1,4 @@
-"""Episodes as JSON: exactly, to be trained on again (`to_json`, `from_json`), and with all that the recorder
-knows of each token (`describe`)."""
+"""Episodes as JSON: lossless, to train on them again (`to_json`, `from_json`), or annotated (`describe`)."""
 
 import dataclasses
 import json
@@ -34,8 +33,10 @@ def from_json(line: str) -> Episode:
 
 
 def read_episodes(path: Path, vocabulary: int) -> list[Episode]:
-    """The episodes of a file that may be somebody else's; ValueError names the line that is none of a model
-    with so many tokens."""
+    """The episodes of a file from elsewhere.
+
+    vocabulary: number of token ids of the model. ValueError names a line that is not a valid episode for it.
+    """
     if not path.is_file():
         raise ValueError(f"no file {path}: it is damaged or not of a crash box")
     episodes = []
@@ -53,7 +54,7 @@ def read_episodes(path: Path, vocabulary: int) -> list[Episode]:
 
 
 def _wrong(episode: Episode, vocabulary: int) -> str | None:
-    """What keeps an episode from being trained on, None where nothing does."""
+    """Why an episode cannot be trained on; None if it can."""
 
     def whole(values, below):
         return all(type(value) is int and 0 <= value < below for value in values)
@@ -98,8 +99,8 @@ def describe(
 ) -> list[dict]:
     """One record for each of `rows`: the episode, its tokens as text, and what is known of each token.
 
-    That is its author, its part, its log-probabilities (None where the model did not write it) and its gates,
-    which are those of LLDS's anchor -> new, whatever the advantage.
+    Per token: its action (0: not written by the model), its part, its log-probabilities (None if the model
+    did not write it) and LLDS's gates. The gates compare anchor with new, whatever the advantage.
     """
     fall_RT = scores.anchor_BT[rows] - scores.new_BT[rows] - lld_tolerance
     gates = {gate: lld_gate(fall_RT, batch.action_ids_BT[rows], gate).int().tolist() for gate in GATES}
@@ -151,18 +152,22 @@ def write(path: Path, records: list[dict]) -> None:
 
 
 def pieces(decode, token_ids: list[int]) -> list[str]:
-    """The text that each token adds, spaces included; their concatenation is the text of all (a character
-    that several byte-level tokens make up together is given to the last of them)."""
+    """The text that each token adds, spaces included; joined, they are the text of all tokens.
+
+    A character made of several byte-level tokens belongs to the last of them.
+    """
     texts, done, begin = [], "", 0
     for end in range(1, len(token_ids) + 1):
         text = decode(token_ids[begin:end])
-        # Perhaps a character of which the rest is to come
+        # Possibly an incomplete character: the next tokens may complete it.
         held = text.endswith("\ufffd") and end < len(token_ids)
         text = text[:-1] if held else text
         texts.append(text[len(done) :])
         done = text
-        if end - begin >= 32:  # a window, or the cost of a long episode is quadratic
-            begin = end - 8  # more tokens than a character has bytes
+        # Decode a window only: decoding all tokens each time would be quadratic. It keeps 8 tokens, which is
+        # more than a character has bytes.
+        if end - begin >= 32:
+            begin = end - 8
             done = decode(token_ids[begin:end])
             done = done[:-1] if held else done
     return texts

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 from lld.record.runs import WINDOW, labels, printable, read_metrics, running_mean, series
 from lld.report.page import TRAJECTORIES_MB, write_page
 
-# Loaded by the functions that draw: training needs no matplotlib before its end
+# Imported by the functions that draw: training needs no matplotlib before its end.
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.lines import Line2D
 
-# Okabe & Ito 2008: colour-blind readers can tell them apart
+# Okabe & Ito 2008: distinguishable for colour-blind readers.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
@@ -46,12 +46,12 @@ STYLE_LABELS = {"likelihood/correct_new": "correct", "likelihood/incorrect_new":
 
 
 def literal(text: str) -> str:
-    """`text` for matplotlib, which takes what is between dollar signs for a formula."""
+    """`text` with its dollar signs escaped: matplotlib would read a formula between two of them."""
     return text.replace("$", r"\$")
 
 
 def gray_line(**style) -> "Line2D":
-    """An entry of a legend that speaks of no run."""
+    """A grey legend entry that stands for no run in particular."""
     from matplotlib.lines import Line2D
 
     return Line2D([], [], color="#555", **style)
@@ -71,7 +71,7 @@ def _draw_held_out(ax: "Axes", runs: Sequence[list[dict]]) -> list["Line2D"]:
     names = sorted(name for name in logged if name.startswith("eval/") and name.endswith("/em"))
     line = {"linestyle": ":", "linewidth": 0.8}
     point = {"markersize": 5.5, "markeredgecolor": "white", "markeredgewidth": 0.6}
-    # At most as many runs as colours; further benchmarks than markers are left out
+    # There are at most as many runs as colours. Benchmarks beyond the markers are left out.
     for color, rows in zip(COLORS, runs, strict=False):
         for marker, name in zip(MARKERS, names, strict=False):
             steps, values = series(rows, name)
@@ -83,7 +83,7 @@ def _draw_held_out(ax: "Axes", runs: Sequence[list[dict]]) -> list["Line2D"]:
 
 
 def _draw_panel(ax: "Axes", runs: Sequence[list[dict]], styles: dict[str, str]) -> None:
-    """The lines of all runs, and a legend where it takes one to tell the lines of a run apart."""
+    """Draws the lines of all runs, with a legend if a run has more than one kind of line."""
     entries = []
     for name, style in styles.items():
         drawn = [series(rows, name) for rows in runs]
@@ -103,7 +103,7 @@ def _draw_panel(ax: "Axes", runs: Sequence[list[dict]], styles: dict[str, str]) 
 
 
 def _set_scale(ax: "Axes", logarithmic: bool) -> None:
-    """Whole decades, or from 0: on a tighter axis the noise of a quiet run would fill the panel."""
+    """Sets the y axis to whole decades, or to start at 0; a tighter one would magnify the noise."""
     from matplotlib.ticker import NullFormatter
 
     if logarithmic and ax.lines and ax.dataLim.y1 > 0:
@@ -127,11 +127,10 @@ def _label_axes(ax: "Axes", title: str, unit: str) -> None:
 
 
 def plot_run(run_dirs: Sequence[str | Path], path: str | Path) -> None:
-    """Draws the runs' health over training, overlaid, into one PNG: reward, likelihoods, displacement,
-    entropy, gradient, searches.
+    """Draws the runs, overlaid, into one PNG: reward, likelihoods, displacement, entropy, gradient, searches.
 
-    Thin lines are the steps' own values, thick ones the mean of the last 10. Names a run did not log leave no
-    line. Raises ValueError for a folder without metrics and for more runs than there are colours.
+    Thin lines are the values of single steps, thick ones the mean of the last 10. A metric that a run did not
+    log has no line. Raises ValueError for a folder without metrics and for more runs than colours.
     """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -158,14 +157,15 @@ def plot_run(run_dirs: Sequence[str | Path], path: str | Path) -> None:
     entries.append(gray_line(linewidth=0.6, alpha=0.6, label=thin))
     figure.legend(handles=entries, loc="outside upper left", ncols=len(entries), frameon=False, fontsize=9)
     figure.align_ylabels()
-    Path(path).unlink(missing_ok=True)  # in somebody else's folder it may be a link to elsewhere
+    # In a folder from elsewhere the file may be a link: do not write through it.
+    Path(path).unlink(missing_ok=True)
     figure.savefig(path)
 
 
 def write_report(run_dirs: Sequence[Path], folder: Path) -> str:
-    """Writes FOLDER/report.html and figure.png, aside first; returns where they are, as a sentence.
+    """Writes FOLDER/report.html and figure.png, each under a temporary name first; returns a message.
 
-    A failure is returned as a sentence too: it must not end the run.
+    A failure is returned as a message too, because it must not end the run.
     """
     try:
         for draw, name in ((plot_run, "figure.png"), (write_page, "report.html")):
@@ -205,7 +205,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code: 0, 2 for a mistake of the user, 7 for a full disk."""
+    """Writes the page and the figure; returns the exit code.
+
+    0; 2 for an error of the user; 7 if a file cannot be written (full disk, permissions).
+    """
     args = make_parser().parse_intermixed_args(argv)
     folder = args.to or args.runs[0]
     page, figure = folder / "report.html", folder / "figure.png"

@@ -1,8 +1,8 @@
-"""Run folders -> one self-contained HTML page: `report.html` with what was logged put into it as JSON.
+"""Run folders -> one self-contained HTML page: the template `report.html` with the logs inserted as JSON.
 
-Retrieved passages and model output are hostile text. They enter the page as JSON in which no markup survives,
-the page's script puts them on the screen as text nodes only, and its content security policy names the one
-script and the one style sheet by their hashes and refuses everything else.
+Retrieved passages and model output are untrusted text. They are inserted as JSON with all markup characters
+escaped, and the page's script shows them as text nodes only. The content security policy allows the one
+script and the one style sheet by their hashes, and nothing else.
 """
 
 import base64
@@ -19,24 +19,25 @@ from lld.record import runs
 from lld.record.glossary import GLOSSARY
 
 TEMPLATE = Path(__file__).with_name("report.html")
-# A page of this size still opens at once; a 3B run's groups would be several times as much
+# A page of this size still opens at once; all groups of a 3B run would take several times as much.
 TRAJECTORIES_MB = 24.0
 DIGITS = 5  # significant digits of a drawn number
-# Inside strings only: JSON has none elsewhere
+# In JSON these characters occur inside strings only.
 _ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
-_SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which neither UTF-8 nor a browser takes
-WINDOWS = 4  # quarters of a run, for what is drawn by update
+# Lone surrogates, which are valid neither in UTF-8 nor in a browser.
+_SURROGATE = re.compile("[\ud800-\udfff]")
+WINDOWS = 4  # quarters of a run, for `by_update`
 
 
 def _rounded(value: float) -> float | int | None:
-    """A number as short as it is drawn; None where it cannot be."""
+    """A number with DIGITS significant digits; None if it cannot be drawn."""
     if not runs.is_number(value):
         return None
     return value if isinstance(value, int) else float(f"{value:.{DIGITS}g}")
 
 
 def columns(rows: Sequence[dict]) -> dict[str, dict]:
-    """Name -> {"v": a value or null a row}, or {"i": rows, "v": values} where most rows have none."""
+    """Name -> {"v": one value or null per row}, or {"i": row indices, "v": values} if most rows have none."""
     table = {}
     for name in sorted({name for row in rows for name in row} - {"step"}):
         present = [
@@ -50,8 +51,10 @@ def columns(rows: Sequence[dict]) -> dict[str, dict]:
 
 
 def by_update(rows: Sequence[dict], name: str = "displacement/correct") -> list[dict]:
-    """For each quarter of a run the mean of `name` by update within the rollout: [{"first_step", "last_step",
-    "means"}]."""
+    """The mean of `name` by update within the rollout, for each quarter of a run.
+
+    Returns [{"first_step", "last_step", "means"}], with one mean per update (None without values).
+    """
     some = [row for row in rows if runs.is_number(row.get(name)) and "update" in row]
     if not some:
         return []
@@ -75,7 +78,7 @@ def by_update(rows: Sequence[dict], name: str = "displacement/correct") -> list[
 
 
 def read_trajectories(path: Path) -> list[list[dict]]:
-    """The groups of one RUN/trajectories/step_N.jsonl, in order of the file."""
+    """The groups of one RUN/trajectories/step_N.jsonl, in file order."""
     groups: dict[str, list[dict]] = {}
     for row in runs.read_rows(path):
         groups.setdefault(str(row["question"]["id"]), []).append(row)
@@ -83,11 +86,10 @@ def read_trajectories(path: Path) -> list[list[dict]]:
 
 
 def question_displacement(group: Sequence[dict], later: str) -> dict | None:
-    """A bar of Fig. 3a: the mean over a question's correct responses (A > 0) of the change of their
-    log-likelihood, from `old` to `later`.
+    """A bar of Fig. 3a: mean change in log-likelihood, from `old` to `later`, of correct responses (A > 0).
 
     A response's change is the sum over the tokens that the model wrote (Eq. 2). None without a correct
-    response.
+    response whose values are all finite.
     """
     changes = []
     for row in group:
@@ -109,7 +111,7 @@ def question_displacement(group: Sequence[dict], later: str) -> dict | None:
 
 
 class _Table:
-    """Values by number, each kept once."""
+    """Assigns numbers to values, in order of first use; each value is kept once."""
 
     def __init__(self):
         self.numbers = {}
@@ -119,14 +121,14 @@ class _Table:
 
 
 def compact_turn(turn: dict, passages: _Table) -> list:
-    """A turn as a list, with its passages by number and score."""
+    """A turn as a list, with its passages as (number, score)."""
     found = [[passages((p["id"], p["contents"])), _rounded(p["score"])] for p in turn["passages"]]
     names = ("start", "tag_start", "end", "observation_end", "kind", "content", "stop")
     return [*(turn[name] for name in names), int(turn["searched"]), found]
 
 
 def differences_to(old: Sequence, values: Sequence | None) -> list | None:
-    """`values` minus `old`, None where either is no number; None if there are no values."""
+    """`values` minus `old`, None at entries where either is not a number; None without values."""
     if values is None:
         return None
     return [
@@ -136,10 +138,9 @@ def differences_to(old: Sequence, values: Sequence | None) -> list | None:
 
 
 def compact_episode(row: dict, words: _Table, passages: _Table) -> dict:
-    """A line of a trajectory file with tokens and passages by number and log-probabilities of the model's
-    tokens only.
+    """A line of a trajectory file: tokens and passages by number, log-probabilities of the model's tokens.
 
-    `sampled`, `new` and `final` become differences to `old`: rounding then cannot hide a small change.
+    `sampled`, `new` and `final` become differences to `old`, so that rounding cannot hide a small change.
     """
     written = [index for index, action in enumerate(row["action_ids"]) if action]
     scores = {}
@@ -184,8 +185,7 @@ def compact_step(groups: Sequence[Sequence[dict]]) -> dict:
 
 
 def evenly(sizes: Sequence[int], room: int) -> list[int]:
-    """As many indices, spread evenly and with the first and the last, as fit into `room`; at least one, the
-    last."""
+    """As many evenly spaced indices, with the first and the last, as fit into `room`; at least the last."""
     for count in range(len(sizes), 1, -1):
         chosen = [round(i * (len(sizes) - 1) / (count - 1)) for i in range(count)]
         if sum(sizes[index] for index in chosen) <= room:
@@ -194,8 +194,10 @@ def evenly(sizes: Sequence[int], room: int) -> list[int]:
 
 
 def escaped_json(content) -> str:
-    """JSON that is safe between <script> tags: without <, >, & and JavaScript's line ends, lone surrogates
-    replaced; refuses NaN."""
+    """JSON that is safe between <script> tags; ValueError for NaN and infinities.
+
+    <, >, & and JavaScript's line separators are escaped, lone surrogates replaced.
+    """
     text = _SURROGATE.sub(
         "\ufffd", json.dumps(content, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     )
@@ -203,10 +205,10 @@ def escaped_json(content) -> str:
 
 
 def collect_trajectories(run_dir: Path, room: int) -> tuple[dict, dict[int, str]]:
-    """What the page says about a run's trajectories, with the bars of Fig. 3a of every recorded step, and
-    step -> JSON of the steps that fit into `room` bytes.
+    """The summary of a run's trajectories, and step -> JSON of the steps that fit into `room` bytes.
 
-    Reads one file at a time: all of a 3B run's would not fit into memory.
+    The summary has the bars of Fig. 3a for every recorded step. Reads one file at a time, because all files
+    of a 3B run would not fit into memory.
     """
     texts, bars = {}, {"new": [], "final": []}
     for path in sorted((run_dir / "trajectories").glob("step_*.jsonl")):
@@ -239,8 +241,7 @@ def collect_trajectories(run_dir: Path, room: int) -> tuple[dict, dict[int, str]
 def page_content(
     run_dirs: Sequence[str | Path], trajectories_mb: float = TRAJECTORIES_MB
 ) -> tuple[dict, dict[str, str]]:
-    """What the page shows: the content of its first data block, and id -> JSON of the blocks that it reads
-    when asked for."""
+    """The content of the page's first data block, and id -> JSON of the blocks that it reads on demand."""
     folders = [Path(run_dir) for run_dir in run_dirs]
     options = [runs.read_options(folder) for folder in folders]
     room = int(trajectories_mb * 1e6 / len(folders))
@@ -285,7 +286,7 @@ def _hash(text: str) -> str:
 
 
 def render(content: dict, blocks: dict[str, str]) -> Iterable[str]:
-    """The page's pieces: the template with its security policy, its content and its trajectories."""
+    """The page in pieces: the template, filled with its security policy, content and trajectories."""
     template = TEMPLATE.read_text(encoding="utf-8")
 
     def between(start: str, end: str) -> str:
@@ -306,12 +307,13 @@ def render(content: dict, blocks: dict[str, str]) -> Iterable[str]:
 def write_page(
     run_dirs: Sequence[str | Path], path: str | Path, trajectories_mb: float = TRAJECTORIES_MB
 ) -> None:
-    """Writes the runs' report: one HTML file that needs no server and no network.
+    """Writes the report of the runs: one HTML file that needs no server and no network.
 
-    Names, options and files a run does not have are said to be missing where they would stand. Raises
-    ValueError for a folder without metrics and for damaged logs.
+    Metrics, options and files that a run lacks are shown as missing. Raises ValueError for a folder without
+    metrics and for damaged logs.
     """
     pieces = render(*page_content(run_dirs, trajectories_mb))
-    Path(path).unlink(missing_ok=True)  # in somebody else's folder it may be a link to elsewhere
+    # In a folder from elsewhere the file may be a link: do not write through it.
+    Path(path).unlink(missing_ok=True)
     with open(path, "w", encoding="utf-8", newline="\n") as file:
         file.writelines(pieces)

@@ -24,7 +24,7 @@ from lld.retrieval.encoder import Encoder
 from lld.retrieval.index import BUILD, Vectors, built_for, index_fingerprint, match_manifest, read_manifest
 from lld.rules import check_retriever
 
-BM25_BYTES = 12  # bytes of BM25 index per byte of corpus file (packed or not), while it is built in memory
+BM25_BYTES = 12  # to build it in memory, per byte of corpus file
 USE_INDEX = ("faiss", "torch", "bm25", None)  # backends that read retriever.index
 NEED_INDEX = ("faiss", "torch", None)
 # Backends that need nothing but the corpus; `retriever.backend` accepts these names besides those below.

@@ -182,7 +182,8 @@ def build_index(
     state = PartialState(cpu=not torch.cuda.is_available(), timeout=WAIT)
     final = Path(out)
     folder = final if final.exists() else Path(f"{out}.partial")
-    with state.main_process_first():  # rank 0 writes the Arrow file, the others open it
+    # Rank 0 writes the Arrow file, then the others open it.
+    with state.main_process_first():
         corpus = Corpus(corpus_path)
     plan, encoder, factory = _plan(
         corpus, encoder_name, index, max_tokens, batch_size=batch_size, shard_rows=shard_rows, vectors=vectors
@@ -256,7 +257,7 @@ def _lock(folder: Path, final: Path) -> int:
         raise ValueError(f"another process is building {final}: wait until it is done, or stop it") from None
     except OSError:  # a file system without locks
         pass
-    if folder != final and final.exists():  # finished by another before we had the lock
+    if folder != final and final.exists():  # finished before we had the lock
         os.close(lock)
         if folder.exists() and not any(folder.iterdir()):
             folder.rmdir()

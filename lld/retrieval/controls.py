@@ -13,7 +13,7 @@ from lld.retrieval.bm25 import WORD, build_bm25
 from lld.retrieval.corpus import Corpus
 
 NOTHING = Passage("control:empty", '"Control"\nThis search engine finds nothing, on purpose.')
-NUM_CANDIDATES = 100  # passages among which the oracle looks for a gold answer
+NUM_CANDIDATES = 100  # passages that the oracle searches for answers
 
 
 class RandomSearch:

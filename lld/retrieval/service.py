@@ -128,7 +128,7 @@ class GuardedProtocol(AutoHTTPProtocol):
 
     limits: Limits
     timer = None  # of the current deadline
-    left = None  # unread bytes of the reply when it was set
+    left = None  # unread reply bytes when it was set
 
     def connection_made(self, transport):
         super().connection_made(transport)
@@ -146,7 +146,8 @@ class GuardedProtocol(AutoHTTPProtocol):
         elif self.timer is None:
             self._arm(self._late)
 
-    def pause_writing(self):  # the reply is larger than the socket's buffer
+    def pause_writing(self):
+        # Called when the reply is larger than the transport's write buffer.
         super().pause_writing()
         self.left = self.transport.get_write_buffer_size()
         self._arm(self._unread)
