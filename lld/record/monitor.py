@@ -17,8 +17,8 @@ from lld.update import Scores
 
 CLASSES = ("correct", "incorrect", "neutral")  # A > 0, A < 0, A = 0
 QUANTILES = (0.05, 0.5, 0.95)
-# Rounding noise in nats a token, with float32 (False) and bf16 (True): a smaller fall may not be real
-# (docs/rounding.md).
+# Rounding noise in nats a token, with float32 (False) and bf16 (True). A smaller fall may not be real; see
+# docs/rounding.md.
 NOISE = {False: 1e-5, True: 3e-3}
 BATCH_FIELDS = [field.name for field in dataclasses.fields(Batch)]
 

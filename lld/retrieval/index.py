@@ -169,8 +169,8 @@ def index_fingerprint(*parts) -> str:
 def check_vectors(where: str, num_vectors: int, dim: int, first_D, corpus: Corpus, encoder: Encoder) -> None:
     """ValueError unless the vectors were made by this encoder from this corpus.
 
-    Compares count, dimension and passage 0. first_D: the stored vector of passage 0, or None if the index
-    cannot return it.
+    Compares count, dimension and passage 0. first_D: the stored vector of passage 0, or None to skip that
+    comparison.
     """
     if num_vectors != len(corpus):
         raise ValueError(
