@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         out = args.out or args.ckpt / "eval"
         cfg = read_options(args)
         names = list(dict.fromkeys(args.benchmarks.split(","))) if args.benchmarks else cfg.eval.benchmarks
-        # Imports torch: a mistake in the options is told before these seconds.
+        # Imports torch, which takes seconds: mistakes in the options are reported before.
         from lld.evaluation.play import evaluate
 
         evaluate(args.ckpt, cfg, list(names), out)

@@ -27,7 +27,7 @@ CHECKPOINT_FILES = (
     "merges.txt",
     "special_tokens_map.json",
 )
-# Options that change a figure. Not retriever.url: the same server may return on another node.
+# Options that change a figure. retriever.url is not one: the same server may restart on another node.
 OPTIONS = (
     "run.seed",
     "model.mixed_precision",
@@ -49,7 +49,7 @@ OPTIONS = (
 )
 SECTIONS = ("checkpoint", "run", "model", "rollout", "retriever", "eval", "benchmarks")
 SCORES = ("em", "f1", "cover_em")
-# Of a record: fields that are numbers, and the other fields it must have
+# Fields of a record: those that are numbers, and the other required ones
 NUMBERS = (*SCORES, "num_searches", "num_turns", "num_valid_actions", "truncated")
 RECORD = ("id", "question", "golden_answers", "answer", "gold_in_results")
 
@@ -60,7 +60,7 @@ REASK = "delete the line, and its question is asked again"
 def checkpoint_files(folder: Path) -> list[Path]:
     """Every file of a checkpoint that can change an answer.
 
-    Raises ValueError where there is no checkpoint, or where its manifest does not agree with its files.
+    Raises ValueError if there is no checkpoint, or its manifest does not match its files.
     """
     check_folder(str(folder), "--ckpt", hub=False)
     if (folder / "manifest.json").is_file():
@@ -150,7 +150,7 @@ def _write_settings(path: Path, tree: dict) -> None:
 
 
 def read_settings(path: Path) -> dict:
-    """OUT/settings.json with all its sections and checksums; ValueError where it is damaged."""
+    """OUT/settings.json with all its sections and checksums; ValueError if it is damaged."""
     tree = runs.parse_json(path.read_bytes(), str(path), ANOTHER)
     missing = [name for name in SECTIONS if not isinstance(tree.get(name), dict)]
     if not isinstance(tree.get("code_sha256"), list):
@@ -177,7 +177,10 @@ def claim_index(out: Path, index: str | None) -> None:
 
 
 def read_records(path: Path) -> dict[str, dict]:
-    """The records of a .jsonl by id; a last line that a kill cut short is removed from the file."""
+    """The records of a .jsonl by id.
+
+    An incomplete last line, left by a killed process, is removed from the file.
+    """
     if not path.exists():
         return {}
     content = path.read_bytes()
@@ -199,7 +202,7 @@ def read_records(path: Path) -> dict[str, dict]:
 
 
 def check_records(records: dict[str, dict], questions: list[Question], path: Path) -> None:
-    """Raises ValueError where a record is of a question that the benchmark has not, or has otherwise."""
+    """Raises ValueError for a record whose question the benchmark lacks or has with other contents."""
     known = {question.id: question for question in questions}
     for id, record in records.items():
         if id not in known:
@@ -222,7 +225,7 @@ def append_records(path: Path, records: list[dict]) -> None:
 
 
 def kept_sets(out: Path) -> dict[str, int]:
-    """The benchmarks in OUT/results.json and their numbers of questions; none where there is no such file."""
+    """The benchmarks in OUT/results.json and their numbers of questions; empty without such a file."""
     path, remedy = out / "results.json", "delete the file, it is made again"
     if not path.exists():
         return {}

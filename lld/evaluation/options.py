@@ -14,9 +14,9 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 def options_of(ckpt: Path, config_file: str | None, overrides: list[str]) -> Config:
     """The options of `config_file`, or of the run that the checkpoint lies in (RUN/checkpoints/step_N).
 
-    Either file may be somebody else's: no code and no place to write is taken from it and, from a run's own
-    file, no server on another machine; the command line may name them. Prints what was not taken and, for a
-    run's own file, what will be read. Raises ValueError where there is no such file, or for a mistake in it.
+    Either file may be somebody else's: neither code nor places to write are taken from it, nor, from a run's
+    own file, a server on another machine; the command line may name them. Prints what was not taken and, for
+    a run's own file, what will be read. Raises ValueError for a missing file or a mistake in it.
     """
     path = Path(config_file) if config_file is not None else ckpt.absolute().parent.parent / "config.yaml"
     if config_file is None and (ckpt.absolute().parent.name != "checkpoints" or not path.is_file()):

@@ -1,4 +1,4 @@
-"""One evaluation: asks the questions that have no record yet, then scores all records."""
+"""One evaluation: plays the questions that have no record yet, then scores all records."""
 
 import json
 import sys
@@ -55,7 +55,7 @@ def record_file(out: Path, name: str) -> Path:
 def play_missing(
     benchmarks: dict[str, list[Question]], out: Path, cfg: Config, accelerator: Accelerator
 ) -> None:
-    """Asks every question that has no record yet and appends the records, chunk after chunk."""
+    """Plays every question that has no record yet and appends the records, chunk by chunk."""
     done = {}
     if accelerator.is_main_process:
         done = {name: set(folder.read_records(record_file(out, name))) for name in benchmarks}
@@ -67,7 +67,7 @@ def play_missing(
     for questions in benchmarks.values():
         rollout.check_prompts(tokenizer, questions, cfg.rollout.max_prompt_tokens)
     protocol.check_observation_budget(tokenizer, cfg.retriever.topk, cfg.rollout.max_observation_tokens)
-    check_health(cfg.retriever)  # before the minutes that a large model takes to load
+    check_health(cfg.retriever)  # before loading, which takes minutes for a large model
     search = make_search(cfg.retriever)
     if accelerator.is_main_process:
         folder.claim_index(out, search.fingerprint)
@@ -88,14 +88,14 @@ def play_missing(
             )
             if accelerator.is_main_process:
                 folder.append_records(record_file(out, name), records)
-            bar.update(before + len(missing) - bar.n)  # those that other processes asked
+            bar.update(before + len(missing) - bar.n)  # those played by other processes
 
 
 def missing_chunks(benchmarks: dict[str, list[Question]], done: dict[str, set[str]], batch_size: int):
     """Yields (benchmark, its next questions without a record).
 
-    A chunk begins at the same questions whatever was done before, so that a resumed evaluation batches its
-    questions as an uninterrupted one does.
+    Chunk boundaries do not depend on what was done before, so that a resumed evaluation batches its questions
+    as an uninterrupted one does.
     """
     for name, questions in benchmarks.items():
         for start in range(0, len(questions), batch_size):
@@ -111,7 +111,7 @@ def progress_bar(num_all: int, num_done: int, accelerator: Accelerator) -> tqdm:
 
 
 def open_engine(cfg: Config, tokenizer, device: torch.device) -> Engine:
-    """The engine with the checkpoint's model, in bfloat16 on a GPU where training computes in it."""
+    """The engine with the checkpoint's model, in bfloat16 on a GPU if training computes in bfloat16."""
     half = device.type == "cuda" and cfg.model.mixed_precision == "bf16"
     lm = load.engine_model(load.load_lm(cfg.model), device, half=half, share=True)
     load.check_fit(lm, tokenizer, cfg.rollout.max_episode_tokens)
@@ -132,7 +132,7 @@ def read_all_records(out: Path, names: list[str]) -> dict[str, list[dict]]:
 def provenance(
     ckpt: Path, cfg: Config, out: Path, checksums: dict[str, str], code: list[str], accelerator: Accelerator
 ) -> dict:
-    """What results.json says of its figures besides them: checkpoint, options, code, index, machine."""
+    """The origin of the figures, for results.json: checkpoint, options, code, index, machine."""
     tree = settings.to_dict(cfg)
     return {
         "checkpoint": {"path": str(ckpt), "sha256": checksums},

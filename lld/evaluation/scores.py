@@ -3,7 +3,7 @@
 from lld.evaluate import bootstrap_means, paper_averages, percentile_interval, summarize
 from lld.evaluation.folder import SCORES, sha256
 
-# Of a benchmark's row, and their titles
+# Columns of a benchmark's row, and their titles
 COLUMNS = {
     "searches": "searches",
     "valid_action_rate": "valid",
@@ -47,9 +47,9 @@ def format_table(scores: dict) -> str:
             cells.append(f"{value:.2f}" if column == "searches" else _percent(value))
         rows.append(cells)
     for name, row in scores["averages"].items():
-        if row is not None:  # all its benchmarks are there
+        if row is not None:  # all of its benchmarks were evaluated
             rows.append([name, "", _with_interval(row)])
-    # The rows of averages are shorter, and do not count.
+    # Column widths ignore the rows of averages, which are shorter.
     whole = [row for row in rows if len(row) == len(rows[0])]
     widths = [max(map(len, column)) for column in zip(*whole, strict=True)]
     lines = []
@@ -64,7 +64,7 @@ def _percent(share: float | None) -> str:
 
 
 def _with_interval(row: dict) -> str:
-    """EM and its interval, which a single question does not have."""
+    """EM and its interval; a single question has no interval."""
     low, high = row["em_interval"]
     interval = "–" if row.get("num_questions") == 1 else f"{_percent(low)}, {_percent(high)}"
     return f"{_percent(row['em'])} [{interval}]"

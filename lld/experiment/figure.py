@@ -9,7 +9,7 @@ from lld.experiment.outcomes import DISPLACED, groups, mean_interval
 from lld.record.runs import WINDOW, running_mean, series
 from lld.report.figure import COLORS, MARKERS, literal
 
-# Loaded by the functions that draw: a run needs no matplotlib
+# Imported by the functions that draw: a run does not need matplotlib
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import SubFigure
@@ -26,7 +26,7 @@ Curve = tuple[dict, Sequence[dict]]  # a run of lld.experiment.outcomes and its 
 
 
 def smooth_by_step(rows: Sequence[dict], name: str) -> dict[int, float]:
-    """Step -> mean of `name` over the last 10 steps that have it; the first, partial windows are left out."""
+    """Step -> mean of `name` over the last 10 steps that have it, once there are 10."""
     steps, values = series(rows, name)
     return dict(list(zip(steps, running_mean(values), strict=True))[WINDOW - 1 :])
 
@@ -41,7 +41,7 @@ def style_of(arm: str, arms: Sequence[str]) -> dict:
 
 
 def draw_curves(ax: "Axes", curves: Sequence[Curve], name: str, style: dict) -> None:
-    """The seeds' mean as a line in a band from the lowest to the highest; a cross where a seed collapsed."""
+    """The seeds' mean as a line, their range as a band, and a cross where a seed collapsed."""
     smoothed = [smooth_by_step(rows, name) for _, rows in curves]
     steps = sorted(set().union(*smoothed))
     at_step = [[values[step] for values in smoothed if step in values] for step in steps]
@@ -113,8 +113,7 @@ def label_axes(ax: "Axes", title: str, unit: str) -> None:
 def draw_world(
     figure: "SubFigure", world: str, curves: Sequence[Curve], arms: Sequence[str], curve_arms: Sequence[str]
 ) -> None:
-    """Two rows of panels: a column for each learning rate (reward above, displacement below), and last a
-    column of EM against the rate."""
+    """A column of panels per learning rate, reward above displacement; then one of EM against the rate."""
     rates = sorted({run["rate"] for run, _ in curves}, key=float)
     axes = figure.subplots(
         2, len(rates) + 1, squeeze=False, width_ratios=[1] * len(rates) + [max(1.0, 0.42 * len(rates))]
@@ -155,7 +154,7 @@ def set_limits(axes: Sequence[Sequence["Axes"]], curves: Sequence[Curve]) -> Non
     for ax in axes[1]:
         ax.axhline(0, color="#888", linewidth=0.8, zorder=1)
         ax.axhline(DISPLACED, color="#888", linewidth=0.6, linestyle=":", zorder=1)
-        # Linear up to 0.01 and logarithmic beyond: 0.01 matters, and a collapsed run falls by 1.
+        # Linear up to 0.01 and logarithmic beyond: 0.01 is significant, and a collapsed run falls by 1.
         ax.set_yscale("symlog", linthresh=-DISPLACED)
         ax.set_ylim(low, high)
         ax.set_yticks([tick for tick in DISPLACEMENT_TICKS if low <= tick <= high])
@@ -177,8 +176,10 @@ def legend_entries(arms: Sequence[str]) -> list["Line2D"]:
 
 
 def plot_experiment(curves: Sequence[Curve], curve_arms: Sequence[str], path: str | Path) -> None:
-    """Draws the figure into a PNG: for each world the curves of `curve_arms` at each learning rate, and final
-    and best EM of all arms."""
+    """Draws the figure into a PNG.
+
+    For each world: the curves of `curve_arms` at each learning rate, and final and best EM of all arms.
+    """
     from matplotlib.figure import Figure
 
     runs = [run for run, _ in curves]

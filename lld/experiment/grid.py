@@ -1,9 +1,9 @@
 """An experiment's YAML -> its runs, each with its checked config, its folder and its overrides for train.py.
 
 The YAML names a `base` config, the folder `out`, common `options`, `worlds` and `arms` with their overrides,
-and the grid: `learning_rates`, `seeds` and `steps` for everything, or `grids`, a list of blocks each of which
-may name its own `worlds`, `arms`, `learning_rates`, `seeds`, `steps` and `options`. Where options disagree
-the later one wins: options, world, block, arm. `reference` is the arm that the others are compared with
+and the grid: `learning_rates`, `seeds` and `steps` for all, or `grids`, a list of blocks, each of which may
+have its own `worlds`, `arms`, `learning_rates`, `seeds`, `steps` and `options`. Later options override
+earlier ones in the order options, world, block, arm. `reference` is the arm that the others are compared with
 (default: "grpo" if there is one), `figure_arms` are those whose curves are drawn (default: all).
 """
 
@@ -31,8 +31,8 @@ KEYS = (
     "grids",
 )
 GRID_KEYS = ("worlds", "arms", "learning_rates", "seeds", "steps", "options")
-# Options that do not make a run another run: what a resumed run may change, where its world lies, what is
-# only recorded
+# Options that may differ from those a run was made with: those a resumed run may change, the place of its
+# world, and what is only recorded
 FREE = (
     *settings.RESUMABLE,
     "tinyworld.dir",
@@ -146,8 +146,10 @@ def _check_named(tree: dict, kind: str) -> dict[str, list[str]]:
 
 
 def _grids(tree: dict, worlds: dict, arms: dict) -> list[dict]:
-    """The checked blocks with all their keys; what one leaves out is the top level's, or all worlds and
-    arms."""
+    """The checked blocks with all their keys.
+
+    Missing keys are taken from the top level; missing worlds and arms are all of them.
+    """
     given = {name: tree[name] for name in ("learning_rates", "seeds", "steps") if name in tree}
     if not isinstance(tree.get("grids", [{}]), list) or tree.get("grids") == []:
         raise ValueError("grids: must be a list of blocks")
@@ -195,8 +197,7 @@ def world_paths(base: config.Config, folder: Path) -> list[str]:
 
 
 def _flat_options(cfg: config.Config) -> list[tuple[str, object]]:
-    """('section.option', value), and ('section.option.key', value) for each entry of an option that is a
-    mapping."""
+    """('section.option', value) of each option; a mapping gives a ('section.option.key', value) per entry."""
     entries = []
     for section, options in settings.to_dict(cfg).items():
         for name, value in options.items():
@@ -224,7 +225,7 @@ def load_experiment(path: str | Path, out: str | None = None, worlds_dir: str | 
     base = settings.read_yaml(tree["base"])
     base_cfg, runs = settings.with_overrides(base, []), {}
     for grid in _grids(tree, worlds, arms):
-        # All runs of a seed before those of the next one: an early reading covers the grid
+        # All runs of one seed come before those of the next, so that early results cover the whole grid
         for seed, rate, world, arm in product(
             grid["seeds"], grid["learning_rates"], grid["worlds"], grid["arms"]
         ):
@@ -257,8 +258,10 @@ def _make_run(
     out: Path,
     path: str | Path,
 ) -> Run:
-    """The run of one point (world, arm, rate, seed, steps), with the overrides `asked` for, those of the
-    world's `moved` paths and the point's own."""
+    """The run of one point (world, arm, rate, seed, steps).
+
+    Its overrides are those `asked` for, those of the world's `moved` paths and the point's own.
+    """
     world, arm, rate, seed, steps = point
     folder = out / world / f"{arm}-lr{rate}-s{seed}"
     own = [
@@ -295,7 +298,7 @@ def check_made_alike(runs: Sequence[Run]) -> None:
         for section, options in settings.to_dict(run.cfg).items():
             saved = made.get(section) if isinstance(made.get(section), dict) else {}
             for name, value in options.items():
-                # An option younger than the run had its default
+                # An option added after the run was made had its default
                 before = saved.get(name, default[section][name])
                 if f"{section}.{name}" not in FREE and _plain(before) != _plain(value):
                     raise ValueError(
@@ -305,5 +308,5 @@ def check_made_alike(runs: Sequence[Run]) -> None:
 
 
 def _plain(value: object) -> object:
-    """As JSON types: a tuple equals a list."""
+    """The value as JSON types, so that a tuple equals a list."""
     return json.loads(json.dumps(value))

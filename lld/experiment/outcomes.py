@@ -16,11 +16,11 @@ from lld.record.runs import COLLAPSE_FALL, WINDOW, find_collapse, running_mean, 
 
 RECOVERED_SHARE = 0.8  # of the reward before the collapse
 DISPLACED = -0.01  # nats per token; below it correct responses count as losing likelihood
-NEAR_BEST = 0.05  # EM; rates this near to the best are in the stability range
-TIE = 0.005  # EM; of rates nearer to each other than this, the lower one is taken
-MIN_SEEDS = 3  # from which a rate can be chosen without the seed it is reported on
-# Two-sided 95 % points of Student's t for 1 to 20 degrees of freedom.
-# Beyond 20 the last one is used, which is at most 6 % too wide.
+NEAR_BEST = 0.05  # EM; rates this close to the best are in the stability range
+TIE = 0.005  # EM; of rates closer to each other than this, the lower one is chosen
+MIN_SEEDS = 3  # minimum to choose a rate without the seed it is reported on
+# Two-sided 95 % points of Student's t for 1 to 20 degrees of freedom. Beyond 20 the last one is used; the
+# interval is at most 6 % too wide.
 T_95 = [
     float(point)
     for point in (
@@ -224,8 +224,10 @@ def aggregate_rows(runs: Sequence[dict]) -> list[dict]:
 
 
 def choose_rate(em: dict[str, dict[int, float]], seeds: Sequence[int] | None) -> str:
-    """The lowest of the learning rates whose mean over `seeds` (None: each rate's own) is within TIE of the
-    highest."""
+    """The lowest learning rate whose mean over `seeds` is within TIE of the highest.
+
+    `seeds` None: all seeds of each rate.
+    """
     means = {
         rate: fmean(of_seed[seed] for seed in (of_seed if seeds is None else seeds))
         for rate, of_seed in em.items()
@@ -236,11 +238,11 @@ def choose_rate(em: dict[str, dict[int, float]], seeds: Sequence[int] | None) ->
 def at_own_best(em: dict[str, dict[int, float]]) -> tuple[str, dict[int, float], bool]:
     """{rate: {seed: EM}} -> (the rate chosen on all common seeds, {seed: EM}, whether the EMs are unbiased).
 
-    The best of several noisy means is too high on average. With three common seeds or more each seed is
-    therefore reported at the rate that the *other* seeds choose (which may differ from seed to seed), and
-    seeds that ran at the chosen rate only, which took no part in choosing it, are added. With fewer, the
-    EMs are those of the chosen rate, and biased. Rates with fewer seeds than the others (and than three) do
-    not take part: one lucky seed would win.
+    The best of several noisy means is biased upwards. With three common seeds or more each seed is therefore
+    reported at the rate that the *other* seeds choose (which may differ between seeds). Seeds that ran at the
+    chosen rate only, and had no part in choosing it, are added. With fewer common seeds, the EMs are those of
+    the chosen rate, and biased. Rates with fewer seeds than the others (and than three) are left out:
+    otherwise one lucky seed would win.
     """
     enough = min(MIN_SEEDS, max(map(len, em.values())))
     em = {rate: of_seed for rate, of_seed in em.items() if len(of_seed) >= enough}

@@ -29,7 +29,7 @@ from lld.experiment.grid import Experiment, Run, check_made_alike, load_experime
 from lld.record.runs import parse_json, printable, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
-# Parallel runs instead of threads; no progress bars in logs
+# Runs are parallel instead of threads; no progress bars in logs
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
 POLL_S = 0.5
 LOG_TAIL = 12  # lines of a failed run's log that are shown
@@ -52,7 +52,7 @@ def tail(log: Path, num_lines: int = LOG_TAIL) -> str:
 
 
 def stop_all(processes: Sequence[subprocess.Popen], patience_s: float = 10.0) -> None:
-    """Ends processes and their children; kills those that are left after `patience_s`."""
+    """Terminates processes and their children; kills those still running after `patience_s`."""
     for number, wait_s in ((signal.SIGTERM, patience_s), (signal.SIGKILL, None)):
         running = [process for process in processes if process.poll() is None]
         for process in running:
@@ -66,7 +66,7 @@ def stop_all(processes: Sequence[subprocess.Popen], patience_s: float = 10.0) ->
 
 
 def start(job: Job, keep_open: tuple[int, ...]) -> subprocess.Popen:
-    """Starts a job's command in a session of its own: a Ctrl-C reaches only us, and we end it in order."""
+    """Starts a job's command in its own session: Ctrl-C reaches only this process, which ends the job."""
     job.log.parent.mkdir(parents=True, exist_ok=True)
     with open(job.log, "a") as log:
         return subprocess.Popen(
@@ -80,11 +80,10 @@ def start(job: Job, keep_open: tuple[int, ...]) -> subprocess.Popen:
 
 
 def execute(jobs: Sequence[Job], num_jobs: int, what: str, keep_open: tuple[int, ...] = ()) -> list[str]:
-    """Runs the jobs' commands, `num_jobs` at a time and one thread each; returns the names of those that
-    failed.
+    """Runs the jobs' commands, `num_jobs` at a time, one thread each; returns the names of failed ones.
 
-    A failure is printed with the end of its log and does not stop the others. Whatever ends this function
-    ends its children. `keep_open`: file descriptors that the children inherit.
+    A failure is printed with the end of its log and does not stop the others. If this function is
+    interrupted, its children are terminated. `keep_open`: file descriptors that the children inherit.
     """
     waiting, running, failed = list(jobs), {}, []
     with tqdm(total=len(jobs), desc=what, unit="job") as progress:
@@ -126,7 +125,7 @@ def prepare_world(run: Run) -> int:
 
 
 def run_experiment(experiment: Experiment, num_jobs: int, script: Path, prepare: Sequence[str]) -> list[str]:
-    """Prepares the worlds, then runs what is not finished; returns the names of the failures.
+    """Prepares the worlds, then runs all unfinished runs; returns the names of failed jobs.
 
     `script` is train.py; `prepare` the command that makes a world, to which the run's name is added. The
     children hold the lock too: a child left over from a killed experiment cannot write into a run that a
@@ -176,20 +175,19 @@ def train_command(run: Run, base: Path, script: Path) -> tuple[str, ...]:
 
 
 def commit_of(path: Path) -> str:
-    """The first letters of the commit in a run.json; empty where there is none."""
+    """The abbreviated commit in a run.json; empty if there is none."""
     about = parse_json(path.read_bytes(), str(path), "delete it") if path.exists() else {}
     return str(about.get("commit", ""))[:7]
 
 
 def write_tables(experiment: Experiment, title: str) -> str:
-    """Writes table.md, table.csv, runs.csv and figure.png of the finished runs into OUT; returns the text of
-    table.md."""
+    """Writes table.md, table.csv, runs.csv and figure.png of the finished runs; returns table.md's text."""
     finished = [run for run in experiment.runs if run.finished()]
     if not finished:
         raise ValueError(f"no run of this experiment has finished in {experiment.out}")
     curves = []
     for run in finished:
-        # A run that went on for longer is read up to here
+        # Rows of a run that was continued beyond these steps are left out
         rows = read_metrics(run.folder)[: run.steps]
         about = {"world": run.world, "arm": run.arm, "rate": run.rate, "seed": run.seed, "steps": run.steps}
         curves.append((about | outcomes.describe_run(rows, run.cfg.eval.during_training[0]), rows))

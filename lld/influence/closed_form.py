@@ -53,9 +53,9 @@ from lld.update import loss_of, minibatch_counts, score_batch, update_policy
 
 CHUNK = 256  # tokens whose residuals over the vocabulary are in memory at once, twice
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-NO_TRAINING_STEP = -2  # names the random numbers of these rollouts; -1 is evaluation's
-# Of the small steps; transformers' RMSNorm computes in float32 whatever the weights, so less would measure
-# its rounding
+NO_TRAINING_STEP = -2  # selects the random numbers of these rollouts; -1 is evaluation's
+# Learning rates of the small steps. transformers' RMSNorm always computes in float32: the effect of smaller
+# steps would be lost in its rounding
 HEAD_LR, MODEL_LR = 1e-6, 1e-4
 
 
@@ -68,14 +68,16 @@ class Group:
 
     @property
     def right(self) -> list[int]:
-        """The rows of the correct responses: those with A > 0, as everywhere in the record."""
+        """The rows of the correct responses: those with A > 0, as in all metrics."""
         return (self.batch.advantages_B > 0).nonzero()[:, 0].tolist()
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The N tokens that the model wrote in a group, row by row: the state before each, the token, and its
-    place in the batch."""
+    """The N tokens that the model wrote in a group, row by row.
+
+    Of each: the hidden state before it, its id, and its row and column in the batch.
+    """
 
     states_NC: torch.Tensor
     targets_N: torch.Tensor
@@ -96,8 +98,10 @@ def read_tokens(policy: Policy, batch: Batch) -> Tokens:
 
 
 def loss_shares(batch: Batch, aggregation: str) -> torch.Tensor:
-    """(B,) float64, what a token of each row weighs in the group's loss, times its advantage: c of the closed
-    form (see `update.loss_of`)."""
+    """(B,) float64 c of the closed form: a row's advantage times the weight of its tokens in the loss.
+
+    See `update.loss_of`.
+    """
     counts = minibatch_counts(batch, list(range(len(batch.names))), "nonnegative")
     if aggregation == "token_mean":
         return batch.advantages_B.double() / counts["tokens"]
@@ -113,11 +117,10 @@ def pair_influence(
     temperature: float = 1.0,
     chunk: int = CHUNK,
 ) -> torch.Tensor:
-    """(M, N) nats per unit of learning rate by which token n's term of the loss moves log p of the m-th token
-    of the correct responses.
+    """(M, N) change of log p of correct token m by token n's loss term, in nats per unit of learning rate.
 
-    `right`: rows of these responses; M counts their tokens, in the order of `tokens`. Residuals are
-    recomputed chunk by chunk, so that at no time more than two chunks are held over the vocabulary.
+    `right`: rows of the correct responses; M counts their tokens, in the order of `tokens`. Residuals are
+    recomputed chunk by chunk, so that at most two chunks over the vocabulary are in memory.
     """
     heard_M = tokens.of(right)
     pairs_MN = tokens.states_NC.new_zeros(len(heard_M), len(tokens.row_N))
@@ -142,8 +145,10 @@ def pair_influence(
 def influence_matrix(
     pairs_MN: torch.Tensor, tokens: Tokens, right: list[int], num_rows: int
 ) -> dict[str, torch.Tensor]:
-    """{"total", "raising", "lowering"}: (G, R) sums over the token pairs of member g and correct response r,
-    all and by sign."""
+    """{"total", "raising", "lowering"}: (G, R) sums over the token pairs of member g and correct response r.
+
+    Over all pairs, over the positive and over the negative ones.
+    """
     member_NG = one_hot(tokens.row_N, num_rows).to(pairs_MN)
     right_MR = member_NG[tokens.of(right)][:, right]
 
@@ -158,7 +163,7 @@ def influence_matrix(
 
 
 def place(group: Group, tokens: Tokens, n: int, tokenizer) -> dict:
-    """Token n as a reader finds it: its episode, turn (from 1), part, offset in the response, and text."""
+    """Token n for the report: its episode, turn (from 1), part, offset in the response, and text."""
     row, column = int(tokens.row_N[n]), int(tokens.column_N[n])
     turn, part = (
         int(group.batch.action_ids_BT[row, column]),
@@ -182,8 +187,10 @@ def strongest_pairs(
     response: int,
     count: int = 8,
 ) -> dict:
-    """What passes from one member to one correct response: the `count` most lowering and most raising token
-    pairs, and the sums by part and turn."""
+    """The influence of one member on one correct response.
+
+    The `count` most lowering and most raising token pairs, and the sums by part and turn.
+    """
     on_m, of_n = tokens.of([response]), tokens.of([member])
     block_mn = pairs_MN[torch.isin(tokens.of(group.right), on_m)][:, of_n]
     heard, said = ([place(group, tokens, n, tokenizer) for n in some.tolist()] for some in (on_m, of_n))
@@ -214,12 +221,11 @@ def strongest_pairs(
 def true_change(
     score: Callable[[], torch.Tensor], parameters: list[torch.Tensor], batch: Batch, cfg: Config, lr: float
 ) -> torch.Tensor:
-    """(G, N) change per unit of learning rate of the N tokens' log-probabilities after one SGD step on each
-    member's share of the loss.
+    """(G, N) change of the log-probabilities by an SGD step on each member's loss, per unit of learning rate.
 
-    `score()` gives the log-probabilities (N,) under `parameters`, which are put back after every step. The
-    loss is the real one (`update.loss_of`) of the group as one optimizer step, its policy term alone; `lr`
-    must be small enough to be linear.
+    `score()` gives the N tokens' log-probabilities (N,) under `parameters`, which are restored after every
+    step. The loss is the real one (`update.loss_of`) of the group as one optimizer step, its policy term
+    alone; `lr` must be small enough to be linear.
     """
     options, rows = policy_term_alone(cfg), list(range(len(batch.names)))
     part = batch.rows(rows, parameters[0].device)
@@ -245,7 +251,7 @@ def true_change(
 
 
 def policy_term_alone(cfg: Config) -> Config:
-    """The options of one update by the policy gradient alone, at which the policy still is the old one."""
+    """The options of one update by the policy gradient alone, while the policy is still the old one."""
     loss = dataclasses.replace(
         cfg.loss, kl_weight=0.0, entropy_weight=0.0, lld_weight=0.0, old_logprobs="trainer"
     )
@@ -275,12 +281,11 @@ def whole_model(
 def displace_each(
     accelerator: Accelerator, policy, groups: list[Group], cfg: Config, optimizer: str, lr: float
 ) -> list[dict]:
-    """The protocol of Fig. 3a: for each group one update from the same weights on its episodes alone; lowest
-    Delta first.
+    """The protocol of Fig. 3a: one update per group, from the same weights, on its episodes alone.
 
-    `delta`: mean over the correct responses of the change of their log-likelihood (a sum over tokens);
-    `delta_per_token`: their mean change a token. The optimizer starts without moments; gradients are clipped
-    as in training; the KL term is left out.
+    Lowest `delta` first. `delta`: mean over the correct responses of the change of their log-likelihood (a
+    sum over tokens); `delta_per_token`: their mean change per token. The optimizer starts without moments;
+    gradients are clipped as in training; the KL term is left out.
     """
     kept, bars = copy.deepcopy(policy.state_dict()), []
     for group in groups:
@@ -311,8 +316,10 @@ def displace_each(
 
 
 def play(lm, tokenizer, questions: list[Question], search: Search, cfg: Config) -> list[Group]:
-    """The groups of `questions`, all played by the weights as they are; groups whose rewards are all equal
-    teach nothing and are dropped."""
+    """The groups of `questions`, all played with the current weights.
+
+    Groups whose rewards are all equal have no gradient and are dropped.
+    """
     options = cfg.rollout
     episodes = rollout(
         open_engine(lm.eval(), tokenizer, options, options),
@@ -341,9 +348,9 @@ def play(lm, tokenizer, questions: list[Question], search: Search, cfg: Config) 
 
 
 def analyse(exact: Policy, group: Group, tokenizer, cfg: Config, measure: bool) -> dict:
-    """One group as plain JSON types: its responses, the matrices, the true changes if asked for, and the
-    look-alike pair that hurts most.
+    """One group as plain JSON types.
 
+    Its responses, the matrices, the true changes if `measure`, and the look-alike pair of lowest influence.
     `exact` is the policy in float64.
     """
     tokens, right, temperature = read_tokens(exact, group.batch), group.right, cfg.rollout.temperature
@@ -382,8 +389,10 @@ def analyse(exact: Policy, group: Group, tokenizer, cfg: Config, measure: bool) 
 
 
 def look_alike_pair(group: Group, total: list[list[float]]) -> dict | None:
-    """The wrong answer and the correct response whose first searches found the same passages (the paper's
-    case study), of lowest influence; None unless one is negative."""
+    """The wrong answer and correct response of lowest influence whose first searches found the same passages.
+
+    The paper's case study. None if no such influence is negative.
+    """
     found = [first_passages(episode) for episode in group.episodes]
     alike = [
         (total[member][r], member, response)
@@ -421,8 +430,11 @@ def load_options(args: argparse.Namespace) -> Config:
 
 
 def analyse_groups(exact: Policy, groups: list[Group], tokenizer, cfg: Config, checks: int) -> dict:
-    """All groups, the agreement with the true changes over the first `checks` of them, and the case shown:
-    the group with the strongest look-alike pair, whose true changes are measured too."""
+    """All groups, the agreement with the true changes, and the case shown.
+
+    True changes are measured for the first `checks` groups and for the case: the group with the strongest
+    look-alike pair.
+    """
     analyses = [analyse(exact, group, tokenizer, cfg, index < checks) for index, group in enumerate(groups)]
     agreements = compare(analyses)
     strengths = [analysis["pair"]["value"] if analysis["pair"] else 0.0 for analysis in analyses]
@@ -433,7 +445,7 @@ def analyse_groups(exact: Policy, groups: list[Group], tokenizer, cfg: Config, c
 
 
 def influence(args: argparse.Namespace) -> dict:
-    """Plays and analyses: the figures as plain JSON types.
+    """Plays the groups and analyses them; returns the figures as plain JSON types.
 
     Raises ValueError for a mistake of the user and RetrieverError if the search fails.
     """
@@ -443,7 +455,7 @@ def influence(args: argparse.Namespace) -> dict:
     training = load_questions(cfg.data.train, split=cfg.data.train_split, sources=cfg.data.train_sources)
     questions = questions_of_step(training, 0, min(args.questions, len(training)), cfg.run.seed)
     check_prompts(tokenizer, questions, cfg.rollout.max_prompt_tokens)
-    # Half precision would round such small changes away
+    # In half precision such small changes would be rounded away
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision="no")
     policy = accelerator.prepare_model(Policy(lm))
     print(f"playing {len(questions)} training questions, {args.group_size} episodes each", flush=True)
@@ -475,8 +487,10 @@ def influence(args: argparse.Namespace) -> dict:
 
 
 def out_file(args: argparse.Namespace) -> Path:
-    """Where the figures go; the folder is made. In a run's folder, which may be somebody else's, no link is
-    followed."""
+    """The file to write the figures to; its folder is created.
+
+    In a run's folder, which may be somebody else's, no link is followed.
+    """
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         return args.out

@@ -31,8 +31,11 @@ def readable(episode: Episode, tokenizer) -> list[str]:
 
 
 def agreement(predicted_K: torch.Tensor, measured_K: torch.Tensor) -> dict[str, float]:
-    """Correlation of predicted and measured changes, slope of the line through 0 (measured = slope x
-    predicted), share of equal signs."""
+    """How predicted and measured changes agree.
+
+    Their correlation, the slope of the line through 0 (measured = slope x predicted), and the share of equal
+    signs.
+    """
     x_K, y_K = predicted_K.double(), measured_K.double()
     correlation = float(torch.corrcoef(torch.stack([x_K, y_K]))[0, 1]) if len(x_K) > 1 else float("nan")
     return {
@@ -44,7 +47,7 @@ def agreement(predicted_K: torch.Tensor, measured_K: torch.Tensor) -> dict[str, 
 
 
 def relation(advantage: float, member: int, response: int) -> str:
-    """Who acts on whom: a member of a group on one of its correct responses."""
+    """The relation of a member of a group to one of its correct responses, on which it acts."""
     if advantage < 0:
         return "wrong on right"
     return "right on itself" if member == response else "right on other right"
@@ -188,7 +191,7 @@ def draw(figures: dict, path: Path) -> None:
 
 
 def draw_matrix(ax: "Axes", values: list[list[float]], right: list[int], title: str) -> None:
-    """One matrix as coloured numbers: a row a member, a last row of sums, a column a correct response."""
+    """One matrix as coloured numbers: a row per member, a last row of sums, a column per correct response."""
     values = [*values, [sum(column) for column in zip(*values, strict=True)]]
     largest = max(abs(value) for row in values for value in row) or 1.0
     ax.imshow(values, cmap="RdBu", vmin=-largest, vmax=largest, aspect="auto")
@@ -209,7 +212,7 @@ def draw_bars(ax: "Axes", figures: dict) -> None:
     """Fig. 3a: the change of each question's correct responses, sorted."""
     deltas = [bar["delta"] for bar in figures["bars"]]
     ax.bar(range(len(deltas)), deltas, color=["#E69F00" if delta < 0 else "#0072B2" for delta in deltas])
-    # A rare correct response gains nats where others lose hundredths
+    # A rare correct response gains nats, while others lose hundredths
     ax.set_yscale("symlog", linthresh=0.01)
     ax.axhline(0, color="#888", linewidth=0.8)
     ax.set_xlabel("questions with mixed rewards, sorted", fontsize=9)

@@ -22,8 +22,7 @@ except ImportError:
 
 NAME = "lld"
 HALF = (torch.float16, torch.bfloat16)
-# cuDNN, torch's first choice on Hopper, builds a plan for each new shape. Growing rows change it at every
-# step.
+# cuDNN, torch's first choice on Hopper, builds a plan per shape, and growing rows change it at every step.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
@@ -73,8 +72,7 @@ def attend(
     if query_BHND.is_cuda:
         options = {"scaling": scaling, "dropout": dropout, **kwargs}
         return sdpa_attention_forward(module, query_BHND, key_BHND, value_BHND, attention_mask, **options)
-    # On a CPU transformers would repeat keys and values: attention of a decode step would take 4 times
-    # longer.
+    # On a CPU transformers would repeat keys and values, which makes decoding's attention 4 times slower.
     out_BHND = scaled_dot_product_attention(
         query_BHND,
         key_BHND,

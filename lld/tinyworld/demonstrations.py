@@ -14,14 +14,14 @@ WRONG_QUERY = 0.15
 RAMBLE = 0.15  # filler words in a thought
 MALFORMED = 0.05  # an action without tags
 WRONG_ANSWER = 0.12
-WRONG_AFTER_SLIP = 0.6  # instead, after a wrong query or rambling, even if it was noticed
+WRONG_AFTER_SLIP = 0.6  # instead of WRONG_ANSWER, after a wrong query or rambling, even if noticed
 TRUNCATED_ANSWER = 0.2  # one word of the answer
 
 
 def all_queries(world: list[Entity]) -> list[str]:
     """Every query a demonstration may write.
 
-    That is title and relation, the title alone, and the title's last word with a relation.
+    These are the title with a relation, the title alone, and the title's last word with a relation.
     """
     queries = set()
     for entity in world:
@@ -42,10 +42,10 @@ def search_all(corpus: Path, queries: list[str], topk: int) -> dict[str, list[pr
 
 
 class _Demonstrator:
-    """Writes the turns of one demonstration and remembers which passages are in sight.
+    """Writes the turns of one demonstration and keeps track of the passages that were shown.
 
-    Where it goes wrong is drawn first: each `*_at` is the number of a hop, counting the answer as one
-    more, or -1 for nowhere.
+    The places of mistakes are drawn first: each `*_at` is the number of a hop, where the answer counts as one
+    more hop, or -1 for none.
     """
 
     def __init__(self, rng: random.Random, world: list[Entity], seen_by: dict, clumsy: bool, num_hops: int):
@@ -54,7 +54,7 @@ class _Demonstrator:
         self.seen_by = seen_by
         self.clumsy = clumsy
         self.turns: list[tuple[str, str]] = []
-        self.seen: list[int] = []  # the entities of the passages in sight
+        self.seen: list[int] = []  # the entities of the passages shown
         self.wrong_query_at = rng.randrange(num_hops) if self.chance(WRONG_QUERY) else -1
         self.ramble_at = rng.randrange(num_hops + 1) if self.chance(RAMBLE) else -1
         self.malformed_at = rng.randrange(num_hops + 1) if self.chance(MALFORMED) else -1
@@ -109,7 +109,7 @@ class _Demonstrator:
         return self.rng.choice((f"{other} {relation}", f"{self.name(entity).split()[-1]} {relation}"))
 
     def wrong_answer(self, gold: int) -> int:
-        """An entity of the gold answer's kind: from the passages in sight if they hold one, else any."""
+        """An entity of the gold answer's kind: from the passages shown if they hold one, else any."""
 
         def is_other(i: int) -> bool:
             same_kind = self.world[i].kind == self.world[gold].kind
@@ -129,7 +129,7 @@ def demonstrate(
     """One episode after the prompt as ("action" | "search" | "invalid", text) pairs.
 
     "search" holds the query whose observation follows. `seen_by` maps a query to the entities whose passages
-    it finds. With `clumsy` it makes mistakes at the rates above, without it none.
+    it finds. With `clumsy` it makes mistakes at the rates above, else none.
     """
     met = follow(world, question.entity, question.path)
     num_hops = len(question.path)
@@ -152,7 +152,7 @@ def demonstrate(
 def render_demonstration(
     tokenizer, question: str, turns: list[tuple[str, str]], observation_ids: dict[str, list[int]]
 ) -> tuple[list[int], list[bool]]:
-    """Token ids of a whole episode as the rollout would have them, and which of them the model writes."""
+    """Token ids of a whole episode, as in a rollout, and which of them the model writes."""
     pieces = [(protocol.encode_prompt(tokenizer, question), False)]
     for kind, text in turns:
         if kind == "action":

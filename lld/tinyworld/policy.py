@@ -19,7 +19,7 @@ TAGS = tuple(
     f"<{slash}{name}>" for name in ("think", "search", "answer", "information") for slash in ("", "/")
 )
 PAD, EOS, UNKNOWN, TURN = "<|endoftext|>", "<|im_end|>", "<unk>", "<|im_start|>"
-# Only the question of Search-R1's long instruction: the policy has learned the protocol, and 120 words would
+# Keeps only the question of Search-R1's long prompt: the policy has learned the protocol, and 120 words would
 # be most of a tiny episode.
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ "
@@ -89,7 +89,7 @@ def make_policy(cfg: config.TinyWorld, tokenizer) -> LlamaForCausalLM:
 def _batches(lengths: list[int], num_steps: int, rng: random.Random):
     """Indices of `num_steps` batches, epoch after epoch.
 
-    Rows of like length share a batch, so that no forward pass is mostly padding.
+    Rows of similar length share a batch, which keeps padding small.
     """
     pool = 50 * BATCH_SIZE
     num_done = 0
@@ -119,8 +119,8 @@ def warm_start(
 ) -> list[float]:
     """Supervised training in place; returns each step's loss in nats per weighted token.
 
-    The policy's own tokens weigh 1 and all others 0.3: predicting passages teaches the heads to copy names.
-    AdamW at 3e-3.
+    The policy's own tokens have weight 1, all others 0.3: predicting passages teaches attention heads to copy
+    names. AdamW at 3e-3.
     """
     lengths = [len(ids) for ids, _ in demonstrations]
     longest = max(lengths)
@@ -141,7 +141,7 @@ def warm_start(
         width = max(lengths[row] for row in rows)
         token_ids_BT = token_ids_NT[rows, :width]
         weights_BT = weights_NT[rows, :width]
-        # No attention mask: padding is on the right, where causal attention does not look.
+        # No attention mask: causal attention never reaches the padding on the right.
         logits_BTV = policy(input_ids=token_ids_BT, use_cache=False).logits
         loss_BT = F.cross_entropy(logits_BTV[:, :-1].transpose(1, 2), token_ids_BT[:, 1:], reduction="none")
         loss = (loss_BT * weights_BT[:, 1:]).sum() / weights_BT[:, 1:].sum()

@@ -19,17 +19,17 @@ from lld.tinyworld.policy import BATCH_SIZE, make_policy, make_tokenizer, warm_s
 from lld.tinyworld.world import make_questions, make_world, passages, question_row
 
 VERSION = 1  # of what `prepare_world` writes; raise it with every change of the bytes
-MAX_DEMONSTRATIONS = 16_000  # more are not seen often enough to be worth their rendering
+MAX_DEMONSTRATIONS = 16_000  # further ones would be seen too rarely to be worth rendering
 
 
 def _identity(cfg: config.TinyWorld, topk: int) -> dict:
-    """What the bytes of a prepared folder depend on; its path is not part of it."""
+    """The options that determine the contents of a prepared folder; its path is not one of them."""
     options = {name: value for name, value in dataclasses.asdict(cfg).items() if name != "dir"}
     return {**options, "topk": topk, "version": VERSION}
 
 
 def _check_prepared(folder: Path, identity: dict) -> dict:
-    """The description of a prepared folder; ValueError if it is no world, or one made with other options."""
+    """The description of a prepared folder; ValueError if it is not a world or has other options."""
     description = folder / "world.json"
     if not description.is_file():
         raise ValueError(
@@ -54,7 +54,7 @@ def _check_prepared(folder: Path, identity: dict) -> dict:
 
 
 def _check_room(cfg: config.TinyWorld, longest: dict[str, int], rollout: config.Rollout) -> None:
-    """Refuses a rollout that would cut the prompts, turns or observations that the warm start teaches."""
+    """Raises ValueError for a rollout that would cut the warm start's prompts, turns or observations."""
     options = {
         "prompt": "max_prompt_tokens",
         "turn": "max_new_tokens",
@@ -77,9 +77,9 @@ def _check_room(cfg: config.TinyWorld, longest: dict[str, int], rollout: config.
 
 @contextlib.contextmanager
 def _hold(folder: Path):
-    """Makes the folder if it is not there, and locks it against processes that want to make the same world.
+    """Creates the folder if it is missing, and locks it against processes that make the same world.
 
-    Where the file system has no locks, all of them make it and the first one's stays.
+    On a file system without locks all of them make it, and the first one to finish wins.
     """
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
@@ -108,12 +108,12 @@ def _wait_for_lock(descriptor: int, folder: Path) -> None:
 def prepare_world(cfg: config.TinyWorld, rollout: config.Rollout, topk: int) -> None:
     """Writes corpus.jsonl, train.jsonl, heldout.jsonl, policy/ and world.json under `cfg.dir`, once.
 
-    The text files are a pure function of `cfg` and `topk`, the policy's weights up to the rounding of the
-    machine and its number of threads. Call it on one process; a second run waits for the first one's world.
-    Written into a new folder beside it and renamed, so that a killed call leaves nothing that looks finished,
-    and no folder that was there is removed or written into. Raises ValueError if the folder was made with
-    other options or if the `rollout` lengths are too short for this world, files.WriteError if it cannot be
-    written.
+    The text files are a pure function of `cfg` and `topk`; so are the policy's weights, up to rounding, which
+    depends on the machine and the number of threads. Call it on one process; a second run waits for the first
+    one's world. The files are written into a new folder next to `cfg.dir`, which is then renamed: an
+    interrupted call leaves no world that looks complete, and no existing folder with files is removed or
+    written into. Raises ValueError if the folder was made with other options or if the `rollout` lengths are
+    too short for this world, files.WriteError if it cannot be written.
     """
     folder = Path(cfg.dir)
     if folder.exists() and not folder.is_dir():
@@ -140,22 +140,22 @@ def _is_filled(folder: Path) -> bool:
 def _is_write_error(error: Exception) -> bool:
     if isinstance(error, OSError):
         return error.errno in files.DISK_ERRORS
-    # A SafetensorError comes only from writing. Of RuntimeErrors, torch.save's has this word.
+    # A SafetensorError is raised only by writing here. torch.save's RuntimeError contains this word.
     return isinstance(error, SafetensorError) or "inline_container" in str(error)
 
 
 def _make_folder(
     cfg: config.TinyWorld, rollout: config.Rollout, topk: int, folder: Path, identity: dict
 ) -> None:
-    """Makes the world in a new folder of its own, which replaces the empty `folder` when it is complete."""
+    """Makes the world in a new temporary folder, which replaces the empty `folder` when it is complete."""
     partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".partial", dir=folder.parent))
     try:
-        partial.chmod(folder.stat().st_mode & 0o7777)  # mkdtemp makes it for the owner alone
+        partial.chmod(folder.stat().st_mode & 0o7777)  # mkdtemp gives access to the owner only
         _fill(partial, cfg, rollout, topk, folder, identity)
         try:
             os.rename(partial, folder)
         except OSError:
-            if not any(folder.iterdir()):  # else another process was first, where there are no locks
+            if not any(folder.iterdir()):  # otherwise, without locks, another process was first
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -174,7 +174,7 @@ def _fill(
         files.write_jsonl(partial / f"{name}.jsonl", rows)
     count = min(MAX_DEMONSTRATIONS, BATCH_SIZE * cfg.warm_start_steps)
     demonstrations, longest = make_demonstrations(world, train, tokenizer, corpus, count, topk, cfg.seed)
-    _check_room(cfg, longest, rollout)  # before the minutes of training
+    _check_room(cfg, longest, rollout)  # before training, which takes minutes
     policy = make_policy(cfg, tokenizer)
     print(
         f"{folder}: making passages, questions and a policy, with {cfg.warm_start_steps} steps of warm start "

@@ -1,4 +1,4 @@
-"""The tiny world's fixed sentences, and how they are cut into words."""
+"""The tiny world's fixed sentences, and how they are split into words."""
 
 from tokenizers import Regex, pre_tokenizers
 
@@ -52,7 +52,7 @@ RETRY_THOUGHTS = ("this is not about {title} , try again", "i need the {relation
 FILLERS = tuple("well hmm maybe perhaps so then again okay really just still anyway now wait".split())
 
 
-# A passage's frame 'Doc 1(Title: "' is one token: with a word each, half of an observation would be frame.
+# A passage's prefix 'Doc 1(Title: "' is one token: split into words, it would be half of an observation.
 _PIECE = Regex(r'doc \d+\(title: "|"\)|\w+|[^\w\s]')
 
 

@@ -1,7 +1,7 @@
 """The tiny world: made-up entities and facts, one passage for each entity, and questions over them.
 
-It exercises every part of the project in minutes on two CPU cores, through the same files a real run reads.
-Numbers from it illustrate the mechanism; they are no evidence for models of real size.
+It exercises every part of the project in minutes on two CPU cores, through the same files as a real run. Its
+numbers illustrate the mechanism; they are not evidence about models of real size.
 """
 
 import math
@@ -82,7 +82,7 @@ def _invent_words(rng: random.Random, count: int, taken: set[str]) -> list[str]:
 def _invent_titles(rng: random.Random, cfg: config.TinyWorld) -> dict[str, list[str]]:
     """Titles by kind.
 
-    First and last names, city stems and company names share words, so that a search meets distractors.
+    First and last names, city stems and company names share words, so that searches find distractors.
     """
     taken = set(template_words())
     scale = math.sqrt(cfg.num_people / 160)
@@ -105,8 +105,8 @@ def _invent_titles(rng: random.Random, cfg: config.TinyWorld) -> dict[str, list[
 def make_world(cfg: config.TinyWorld) -> list[Entity]:
     """All entities, a pure function of `cfg`; an entity's index is its passage's id.
 
-    `namesake_share` of the people come in pairs of one title and different facts, and questions are asked
-    about both: no policy can know which is meant.
+    `namesake_share` of the people come in pairs with the same title and different facts, and questions ask
+    about both: no policy can know which one is meant.
     """
     rng = random.Random(f"world {cfg.seed}")
     titles = _invent_titles(rng, cfg)
@@ -178,7 +178,7 @@ def make_questions(
     rng = random.Random(f"questions {cfg.seed}")
     one = [(i, (relation,)) for i, entity in enumerate(world) for relation in entity.facts]
     two = [(i, path) for i, entity in enumerate(world) for kind, path in TWO_HOPS if kind == entity.kind]
-    # Not asked: a path that leads back to where it began, as from a capital to its country's capital.
+    # Paths that lead back to their start are left out, such as from a capital to its country's capital.
     two = [(i, path) for i, path in two if follow(world, i, path)[-1] != i]
     shares = ((one, 1 - cfg.two_hop_share), (two, cfg.two_hop_share))
     total = min(len(keys) / share if share > 0 else math.inf for keys, share in shares)
