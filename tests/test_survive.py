@@ -1106,3 +1106,17 @@ def test_an_evaluation_that_is_the_best_so_far_saves_its_checkpoint(folder, monk
         "step_000003",
     ]
     assert json.loads((folder / "early" / "checkpoints" / "best.json").read_text())["em"] == 0.25
+
+
+def test_a_module_that_moved_to_another_folder_is_other_code(tmp_path, monkeypatch):
+    """Names without their folders did not tell lld/report/figure.py from lld/experiment/figure.py."""
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    (tmp_path / "train.py").write_text("")
+    found = set()
+    for folder in ("experiment", "report"):
+        (tmp_path / "lld" / folder).mkdir(parents=True)
+        path = tmp_path / "lld" / folder / "figure.py"
+        path.write_text("x = 1\n")
+        found.add(provenance.code_sha256("train.py"))
+        path.unlink()
+    assert len(found) == 2

@@ -3,16 +3,15 @@
 import hashlib
 import json
 import os
-import subprocess
 from pathlib import Path
 
 from lld import rules, settings
 from lld.config import Config
 from lld.episode import Question
-from lld.files import fingerprint, naming, replace_file
+from lld.files import replace_file
 from lld.model.folder import check_folder
 from lld.record import runs
-from lld.running import checkpoint
+from lld.running import checkpoint, provenance
 
 ROOT = Path(__file__).parents[2]
 # Files of a checkpoint that can change an answer
@@ -75,26 +74,6 @@ def sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def code_sha256() -> str:
-    """One checksum over the names and contents of eval.py and all of lld/."""
-    paths = [ROOT / "eval.py", *sorted((ROOT / "lld").rglob("*.py"))]
-    lines = [f"{path.name}\0{fingerprint(path)['sha256']}\n" for path in paths]
-    return sha256("".join(lines))
-
-
-def git_commit() -> str | None:
-    """The commit of this code, with "+changes" where files differ from it; None outside a git checkout."""
-
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(ROOT), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
 def settings_of(cfg: Config, names: list[str], checkpoint: dict[str, str]) -> dict[str, dict]:
     """What a figure depends on: checksums of the checkpoint's files, options, and the benchmarks `names`."""
     tree, chosen = settings.to_dict(cfg), {"checkpoint": checkpoint}
@@ -117,7 +96,7 @@ def claim(out: Path, wanted: dict[str, dict]) -> list[str]:
     links = [found for found in [out, *out.iterdir()] if found.is_symlink()]
     if links:
         raise ValueError(f"{links[0]} is a link: delete it, or choose another --out")
-    code = [code_sha256()]
+    code = [provenance.code_sha256("eval.py")]
     if path.exists():
         earlier = read_settings(path)
         _refuse_other_settings(out, earlier, wanted)
@@ -215,13 +194,6 @@ def check_records(records: dict[str, dict], questions: list[Question], path: Pat
                 f"{path}: question {id} was {record['question']!r} with answers "
                 f"{record['golden_answers']}, which the benchmark has changed: choose another --out"
             )
-
-
-def append_records(path: Path, records: list[dict]) -> None:
-    with naming(path), open(path, "a") as file:
-        file.write("".join(json.dumps(record) + "\n" for record in records))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def kept_sets(out: Path) -> dict[str, int]:

@@ -18,9 +18,10 @@ from lld.episode import Question
 from lld.evaluate import evaluate_questions
 from lld.evaluation import folder
 from lld.evaluation.scores import format_table, score_records
-from lld.files import fingerprint, replace_file
+from lld.files import append_jsonl, fingerprint, replace_file
 from lld.model import load
 from lld.retrieval.client import check_health, make_search
+from lld.running.provenance import git_commit
 
 
 def evaluate(ckpt: Path, cfg: Config, names: list[str], out: Path) -> None:
@@ -87,7 +88,7 @@ def play_missing(
                 accelerator=accelerator,
             )
             if accelerator.is_main_process:
-                folder.append_records(record_file(out, name), records)
+                append_jsonl(record_file(out, name), records)
             bar.update(before + len(missing) - bar.n)  # those played by other processes
 
 
@@ -140,7 +141,7 @@ def provenance(
         "config_sha256": folder.sha256(json.dumps(tree, sort_keys=True)),
         "code_sha256": code,
         "index": folder.read_settings(out / "settings.json").get("index"),
-        "git_commit": folder.git_commit(),
+        "git_commit": git_commit(),
         "versions": {
             "python": sys.version.split()[0],
             "torch": torch.__version__,

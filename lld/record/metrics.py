@@ -6,7 +6,6 @@ resumed; `timings.jsonl` holds what depends on the machine.
 
 import fnmatch
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import torch
 
 from lld.episode import Episode
-from lld.files import naming, replace_file
+from lld.files import append_jsonl, replace_file
 from lld.record.glossary import GLOSSARY
 from lld.reward import exact_match, gold_in_results
 from lld.tools import TOOLS
@@ -102,10 +101,7 @@ def append_rows(path: Path, rows: list[dict]) -> None:
     """
     unknown = [name for row in rows for name in row if not described(name)]
     assert not unknown, f"not in GLOSSARY of lld/record/glossary.py: {unknown}"
-    with naming(path), open(path, "a") as file:
-        file.write("".join(json.dumps(row) + "\n" for row in rows))
-        file.flush()
-        os.fsync(file.fileno())
+    append_jsonl(path, rows)
 
 
 def replace_last_row(path: Path, row: dict) -> None:

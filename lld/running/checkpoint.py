@@ -22,8 +22,7 @@ from accelerate.utils import gather_object
 from safetensors import SafetensorError
 
 from lld import config, settings
-from lld import files as files_module
-from lld.files import WriteError, fingerprint
+from lld.files import WriteError, fingerprint, flush_to_disk, replace_file
 from lld.record import metrics, runs
 
 # Suffixes of files that a loader may open.
@@ -110,7 +109,7 @@ def _discard(path: Path) -> None:
 
 def _write_shard(path: Path, shard: dict) -> dict:
     torch.save(shard, path)
-    _flush(path)
+    flush_to_disk(path)
     return {path.name: fingerprint(path)}
 
 
@@ -134,10 +133,10 @@ def _write(
     files = written | {str(path.relative_to(aside)): fingerprint(path) for path in own}
     (aside / "manifest.json").write_text(json.dumps({"num_steps": num_steps, "files": files}, indent=1))
     for path in [*own, aside / "manifest.json"]:
-        _flush(path)
+        flush_to_disk(path)
     _discard(folder)
     os.replace(aside, folder)
-    _flush(folder.parent)
+    flush_to_disk(folder.parent)
 
 
 def found(run_dir: str | Path) -> list[tuple[int, Path]]:
@@ -206,9 +205,7 @@ def write_best(run_dir: str | Path, best: tuple[float, int]) -> None:
         "em": em,
         "rule": "highest mean of eval/*/em over eval.during_training, the earlier at a tie",
     }
-    files_module.replace_file(
-        Path(run_dir) / "checkpoints" / "best.json", json.dumps(told, indent=1) + "\n", durable=True
-    )
+    replace_file(Path(run_dir) / "checkpoints" / "best.json", json.dumps(told, indent=1) + "\n", durable=True)
 
 
 def latest(run_dir: str | Path, proven: int | None = None) -> Path | None:
@@ -306,12 +303,6 @@ def _open(path: Path, mmap: bool) -> dict:
         ) from None
 
 
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
 def check_place(run_dir: Path) -> None:
     """Raises ValueError if the run folder cannot be written."""
     present = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
@@ -359,7 +350,7 @@ def check_run_dir(run_dir: Path, cfg: config.Config, resume: bool) -> None:
 
 def begin_run(run_dir: Path, cfg: config.Config, first_step: int) -> None:
     """Writes config.yaml, and drops log rows of steps that will be repeated."""
-    files_module.replace_file(
+    replace_file(
         run_dir / "config.yaml", yaml.safe_dump(settings.to_dict(cfg), sort_keys=False), durable=True
     )
     for name in ("metrics.jsonl", "updates.jsonl", "timings.jsonl"):

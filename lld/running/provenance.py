@@ -9,7 +9,6 @@ it reports one (Search-R1's does not).
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -88,23 +87,34 @@ def folder_of_model(path: str) -> Path | None:
     return Path(found).parent if found else None
 
 
+def code_sha256(program: str) -> str:
+    """One checksum of the paths and contents of a program at the top, such as eval.py, and all of lld/."""
+    paths = [ROOT / program, *sorted((ROOT / "lld").rglob("*.py"))]
+    lines = [f"{path.relative_to(ROOT).as_posix()}\0{files.sha256_of(path)}\n" for path in paths]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def git_commit() -> str | None:
+    """The commit of this code, with "+changes" where files differ from it; None outside a git checkout."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(ROOT), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
 def of_code() -> dict[str, str]:
     """Fingerprint of the code, git commit ("" if unknown), and versions of Python, torch, transformers."""
-    digest = hashlib.sha256()
-    for path in sorted([ROOT / "train.py", *(ROOT / "lld").rglob("*.py")]):
-        digest.update(path.name.encode() + path.read_bytes())
-    git = shutil.which("git")
-    commit = (
-        subprocess.run([git, "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-        if git
-        else ""
-    )
     return {
-        "commit": commit,
+        "commit": git_commit() or "",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": sys.version.split()[0],
-        "code": digest.hexdigest()[:16],
+        "code": code_sha256("train.py")[:16],
     }
 
 
