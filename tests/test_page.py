@@ -792,6 +792,21 @@ def test_the_first_group_shown_has_right_and_wrong_answers(tmp_path):
 
 
 @needs_browser
+def test_a_last_step_without_mixed_groups_is_not_the_one_shown_first(tmp_path):
+    run = make_run(tmp_path / "run", groups=4, steps=12, rights=(5, 0, 3, 2))
+    alike = make_run(tmp_path / "alike", groups=4, steps=12, rights=(5, 5, 0, 5))
+    last = "trajectories/step_000010.jsonl"
+    (run / last).write_text((alike / last).read_text())
+    page.write_page([run], tmp_path / "report.html")
+    dom = browse(tmp_path, tmp_path / "report.html", "view=trajectories")
+    assert 'class="question"' in dom and "nothing to tell apart" not in dom
+    assert "nothing to tell apart" in browse(tmp_path, tmp_path / "report.html", "view=trajectories&step=10")
+    page.write_page([alike], tmp_path / "alike.html")
+    dom = browse(tmp_path, tmp_path / "alike.html", "view=trajectories")
+    assert 'class="question"' in dom and "nothing to tell apart" in dom
+
+
+@needs_browser
 @pytest.mark.parametrize("view", ["overview", "figures", "displacement", "trajectories", "glossary"])
 def test_no_view_scrolls_sideways_on_a_phone(tmp_path, built, view):
     """In a frame of 420 pixels, which a window of a desktop's browser may not be."""
