@@ -319,8 +319,7 @@ def check_model(world: Path, config: str) -> None:
 
 
 def check_metric(world: Path, config: str) -> None:
-    from lld.data import Question
-    from lld.episode import Episode, Turn
+    from lld.episode import Episode, Question, Turn
     from lld.record.metrics import num_repeats
 
     turns = [Turn(0, 1, 2, "search", query, "stop_string", 0, searched=True) for query in ("a", "b", "a")]

@@ -1,48 +1,21 @@
 """Passages on disk: a jsonl file, read once into an Arrow file that is memory-mapped from then on."""
 
 import array
-import gzip
 import hashlib
-import json
 import os
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from lld.protocol import Passage, is_blank
+from lld.data.passages import open_lines, parse_passage, read_lines, refuse_repeated_ids
+from lld.protocol import Passage
 
 # A file up to this size is read into memory at every start; no Arrow file is written for it.
 SMALL_BYTES = 1 << 22
 BATCH_ROWS = 1 << 14
 SCHEMA = pa.schema([("id", pa.large_string()), ("contents", pa.large_string())])
-
-
-def parse_passage(line: bytes, where: str) -> Passage:
-    """The passage in one jsonl line, {"id": string or number, "contents": non-empty string}.
-
-    Anything else raises ValueError with `where`.
-    """
-    try:
-        # With bytes, json.loads takes twice as long: it guesses the encoding.
-        record = json.loads(line.decode())
-        name, contents = str(record["id"]), record["contents"]
-        # A lone surrogate would only fail much later, in the tokenizer or in the server's reply.
-        (name + contents).encode()
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f'{where}: {line[:80]!r} must be a JSON object with "id" and "contents" in UTF-8 ({error!r}); '
-            "mend or delete the line"
-        ) from None
-    if not isinstance(record["id"], (str, int)) or isinstance(record["id"], bool) or is_blank(contents):
-        raise ValueError(
-            f'{where}: {line[:80]!r} needs an "id" (string or number) and a non-empty "contents"; mend or '
-            "delete the line"
-        )
-    return Passage(name, contents)
 
 
 class Corpus:
@@ -112,7 +85,7 @@ class Corpus:
         size = os.path.getsize(self.path)
         with (
             pa.ipc.new_file(sink, SCHEMA) as writer,
-            _open_lines(self.path) as file,
+            open_lines(self.path) as file,
             tqdm(desc=f"reading {self.path}", unit="passage", disable=size <= SMALL_BYTES) as bar,
         ):
 
@@ -120,7 +93,7 @@ class Corpus:
                 columns = [pa.array(column, pa.large_string()) for column in zip(*rows, strict=True)]
                 writer.write_batch(pa.record_batch(columns, schema=SCHEMA))
 
-            for number, line in enumerate(_lines(file, self.path), start=1):
+            for number, line in enumerate(read_lines(file, self.path), start=1):
                 digest.update(line)
                 passage = parse_passage(line, f"{self.path} line {number}")
                 hashes.append(hash(passage.id))  # 8 bytes each, less than the ids
@@ -133,7 +106,7 @@ class Corpus:
                 raise ValueError(f"{self.path} is empty: a corpus needs at least one passage")
             if rows:
                 flush()
-            _refuse_repeated_ids(self.path, hashes)
+            refuse_repeated_ids(self.path, hashes)
             about = {"sha256": digest.hexdigest(), "num_passages": str(len(hashes)), **self.source}
             writer.write_batch(pa.record_batch([[], []], schema=SCHEMA), custom_metadata=about)
 
@@ -165,39 +138,6 @@ def arrow_path(path: str | Path) -> Path:
     folder = Path(os.environ.get("LLD_CACHE") or "~/.cache/lld").expanduser() / "corpora"
     resolved = Path(path).resolve()
     return folder / f"{resolved.name}-{hashlib.sha256(str(resolved).encode()).hexdigest()[:16]}.arrow"
-
-
-def _open_lines(path: str):
-    try:
-        return gzip.open(path) if path.endswith(".gz") else open(path, "rb")
-    except OSError as error:
-        raise ValueError(
-            f"cannot read {path} ({error.strerror}): mend its permissions, or give another corpus"
-        ) from None
-
-
-def _lines(file, path: str) -> Iterator[bytes]:
-    try:
-        yield from file
-    except (EOFError, OSError, zlib.error) as error:
-        raise ValueError(f"cannot unpack {path} ({error}): fetch it again") from None
-
-
-def _refuse_repeated_ids(path: str, hashes: array.array) -> None:
-    ordered = np.sort(np.frombuffer(hashes, np.int64))
-    suspects = set(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
-    if not suspects:
-        return
-    seen: dict[str, int] = {}
-    with _open_lines(path) as file:
-        for number, line in enumerate(file, start=1):
-            if hashes[number - 1] in suspects:
-                name = parse_passage(line, f"{path} line {number}").id
-                if name in seen:
-                    raise ValueError(
-                        f"{path} line {number}: id {name!r} was used on line {seen[name]}; ids must differ"
-                    )
-                seen[name] = number
 
 
 def count_hits(corpus: Corpus, topk: int) -> int:

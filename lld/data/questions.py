@@ -22,30 +22,40 @@ REMEDY = (
 )
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict]]:
+def jsonl_lines(path: Path) -> Iterator[tuple[str, str]]:
+    """(place, line) of the lines that are not blank."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 ({error}): save it as UTF-8") from None
     # Not splitlines: U+2028 may stand inside a JSON string
     for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{path} line {number} is not valid JSON ({error}): each line must hold one object; {WANTED}"
-            ) from None
-        if not isinstance(row, dict):
-            raise ValueError(
-                f"{path} line {number} holds {type(row).__name__} {line.strip()[:40]!r}: each line must "
-                f"hold one object; {WANTED}"
-            )
-        yield f"{path} line {number}", row
+        if line.strip():
+            yield f"{path} line {number}", line
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, dict]]:
+def row_of_line(line: str, place: str) -> dict:
+    """The object that a line holds; ValueError for anything else."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{place} is not valid JSON ({error}): each line must hold one object; {WANTED}"
+        ) from None
+    if not isinstance(row, dict):
+        raise ValueError(
+            f"{place} holds {type(row).__name__} {line.strip()[:40]!r}: each line must hold one object; "
+            f"{WANTED}"
+        )
+    return row
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict]]:
+    for place, line in jsonl_lines(path):
+        yield place, row_of_line(line, place)
+
+
+def parquet_rows(path: Path) -> Iterator[tuple[str, dict]]:
     number = 0
     try:
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024):
@@ -76,7 +86,7 @@ def _hub_rows(where: str, splits: Sequence[str]) -> Iterator[tuple[str, dict]]:
         yield f"{where} {split} row {number}", row
 
 
-READERS = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
+READERS = {".jsonl": _jsonl_rows, ".parquet": parquet_rows}
 
 
 def _first_known(splits: Sequence[str], known: Sequence[str], where: str) -> str:
@@ -146,7 +156,8 @@ def _question_text(row: dict, place: str) -> str:
     return text.strip()
 
 
-def _question(row: dict, place: str, default_source: str) -> Question:
+def question_of_row(row: dict, place: str, default_source: str) -> Question:
+    """The question of one row; ValueError names `place`, the value and the remedy."""
     source = row.get("data_source") or default_source
     name = row.get("id")
     if name is None and (index := _field(row, "extra_info", "index")) is not None:
@@ -184,6 +195,11 @@ def _question(row: dict, place: str, default_source: str) -> Question:
     return Question(f"{source}/{name}", text, golden_answers, source, titles)
 
 
+def source_of_file(path: Path) -> str:
+    """The source of rows that name none: the file's stem, or its folder if the stem is a split."""
+    return path.resolve().parent.name if path.stem in SPLIT_NAMES else path.stem
+
+
 def _open_rows(where: str, splits: Sequence[str]) -> tuple[Iterator[tuple[str, dict]], str]:
     """(place, row) of a file, a folder or a data set on the hub, and the source of rows that name none."""
     path = Path(where).expanduser()
@@ -192,8 +208,7 @@ def _open_rows(where: str, splits: Sequence[str]) -> tuple[Iterator[tuple[str, d
     if path.is_file():
         if path.suffix not in READERS:
             raise ValueError(f"{path} is neither .parquet nor .jsonl: {REMEDY}")
-        source = path.resolve().parent.name if path.stem in SPLIT_NAMES else path.stem
-        return READERS[path.suffix](path), source
+        return READERS[path.suffix](path), source_of_file(path)
     if path.suffix not in READERS and re.fullmatch(r"(\w[\w.-]*/){1,2}\w[\w.-]*", where):
         return _hub_rows(where, splits), where.split("/")[-1]
     raise ValueError(f"no file or folder {where}: {REMEDY}")
@@ -217,7 +232,7 @@ def load_questions(
     rows, default_source = _open_rows(where, ("test", "dev", "train") if split == "test" else (split,))
     questions, places = [], {}
     for place, row in rows:
-        question = _question(row, place, source or default_source)
+        question = question_of_row(row, place, source or default_source)
         if question.id in places:
             raise ValueError(
                 f"{place}: id {question.id!r} is already that of {places[question.id]}: ids must be unique "

@@ -1,0 +1,68 @@
+"""Passages of a corpus file: one JSON object a line, plain or in gzip."""
+
+import array
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+
+from lld.protocol import Passage, is_blank
+
+
+def parse_passage(line: bytes, where: str) -> Passage:
+    """The passage in one jsonl line, {"id": string or number, "contents": non-empty string}.
+
+    Anything else raises ValueError with `where`.
+    """
+    try:
+        # With bytes, json.loads takes twice as long: it guesses the encoding.
+        record = json.loads(line.decode())
+        name, contents = str(record["id"]), record["contents"]
+        # A lone surrogate would only fail much later, in the tokenizer or in the server's reply.
+        (name + contents).encode()
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f'{where}: {line[:80]!r} must be a JSON object with "id" and "contents" in UTF-8 ({error!r}); '
+            "mend or delete the line"
+        ) from None
+    if not isinstance(record["id"], (str, int)) or isinstance(record["id"], bool) or is_blank(contents):
+        raise ValueError(
+            f'{where}: {line[:80]!r} needs an "id" (string or number) and a non-empty "contents"; mend or '
+            "delete the line"
+        )
+    return Passage(name, contents)
+
+
+def open_lines(path: str):
+    try:
+        return gzip.open(path) if path.endswith(".gz") else open(path, "rb")
+    except OSError as error:
+        raise ValueError(
+            f"cannot read {path} ({error.strerror}): mend its permissions, or give another corpus"
+        ) from None
+
+
+def read_lines(file, path: str) -> Iterator[bytes]:
+    try:
+        yield from file
+    except (EOFError, OSError, zlib.error) as error:
+        raise ValueError(f"cannot unpack {path} ({error}): fetch it again") from None
+
+
+def refuse_repeated_ids(path: str, hashes: array.array) -> None:
+    ordered = np.sort(np.frombuffer(hashes, np.int64))
+    suspects = set(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
+    if not suspects:
+        return
+    seen: dict[str, int] = {}
+    with open_lines(path) as file:
+        for number, line in enumerate(file, start=1):
+            if hashes[number - 1] in suspects:
+                name = parse_passage(line, f"{path} line {number}").id
+                if name in seen:
+                    raise ValueError(
+                        f"{path} line {number}: id {name!r} was used on line {seen[name]}; ids must differ"
+                    )
+                seen[name] = number
