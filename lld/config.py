@@ -109,6 +109,13 @@ class Loss:
     entropy_weight: float = 0.0  # official code: 0.001
     # Whose log pi_old the ratio divides by; LLDS and the displacement metrics always use the trainer's
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
+    # Weights of the policy terms for a sampler other than the trainer: the ratios pi_old / sampler of a token
+    # or of a response, truncated (tis) or masked (mis)
+    correction: Literal[("none",) + keys_of("loss", "CORRECTIONS")] = "none"
+    # Ratios above are cut to it (tis) or masked (mis)
+    correction_cap: float = 2.0
+    # Ratios below are raised to it (tis) or masked (mis)
+    correction_floor: float = 0.0
     lld_weight: float = 0.2  # lambda; 0 is plain GRPO
     lld_gate: Literal[keys_of("loss", "GATES")] = "action"
     lld_preserve: Literal["nonnegative", "positive"] = "nonnegative"

@@ -57,6 +57,62 @@ def surrogate_terms(
     return torch.where(mask_BT, terms_BT, 0.0)
 
 
+def tis(log_ratio_BT: torch.Tensor, options: Loss) -> torch.Tensor:
+    """clip(w, floor, cap), w = pi_old / mu: truncated importance sampling (TIS).
+
+    IMPALA's truncation (arXiv 1802.01561) for the gap between a trainer and its sampler, as in TRL's mode
+    token_truncate; floor 0, cap 2.
+    """
+    return log_ratio_BT.exp().clamp(options.correction_floor, options.correction_cap)
+
+
+def mis(log_ratio_BT: torch.Tensor, options: Loss) -> torch.Tensor:
+    """w where floor <= w <= cap, else 0: masked importance sampling (MIS), TRL's mode token_mask.
+
+    IcePop (of the Ling team) is this one with floor .5 and cap 5.
+    """
+    ratio_BT = log_ratio_BT.exp()
+    inside_BT = (ratio_BT >= options.correction_floor) & (ratio_BT <= options.correction_cap)
+    return torch.where(inside_BT, ratio_BT, 0.0)
+
+
+def tis_sequence(log_ratio_BT: torch.Tensor, options: Loss) -> torch.Tensor:
+    """`tis` of the ratio of the whole response, prod_t w_t: TRL's mode sequence_truncate."""
+    return tis(clamped(log_ratio_BT.sum(1, keepdim=True)), options)
+
+
+def mis_sequence(log_ratio_BT: torch.Tensor, options: Loss) -> torch.Tensor:
+    """`mis` of the ratio of the whole response, prod_t w_t: TRL's mode sequence_mask."""
+    return mis(clamped(log_ratio_BT.sum(1, keepdim=True)), options)
+
+
+# The values of loss.correction besides "none": log pi_old - log mu of every token, 0 where the model did not
+# write -> weights of the policy terms, (B, T) or (B, 1). pi_old is the trainer's, mu the sampler's.
+CORRECTIONS = {
+    "tis": tis,
+    "mis": mis,
+    "tis_sequence": tis_sequence,
+    "mis_sequence": mis_sequence,
+}
+
+
+def correction_weights(
+    old_logprobs_BT: torch.Tensor, sampled_logprobs_BT: torch.Tensor, mask_BT: torch.Tensor, options: Loss
+) -> torch.Tensor:
+    """(B, T) weights that correct the policy terms for a sampler other than the trainer; 1 outside the mask.
+
+    Without a gradient. `sampled_logprobs_BT` are under the distribution that was sampled from, after top-p.
+    """
+    log_ratio_BT = torch.where(mask_BT.bool(), old_logprobs_BT - sampled_logprobs_BT, 0.0).detach()
+    weights_BT = CORRECTIONS[options.correction](clamped(log_ratio_BT), options)
+    return torch.where(mask_BT.bool(), weights_BT, 1.0)
+
+
+def clamped(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Log-ratios within ±20, where exp stays finite in float32."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
 def kl_terms(logprobs_BT: torch.Tensor, ref_logprobs_BT: torch.Tensor) -> torch.Tensor:
     """(B, T) estimates of KL(pi || pi_ref): k3 = exp(d) - d - 1, d = log pi_ref - log pi, clamped to ±10.
 

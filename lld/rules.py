@@ -99,6 +99,7 @@ def validate(cfg: Config) -> None:
     check_budgets(cfg)
     check_batches(cfg)
     check_loss(cfg)
+    check_correction(cfg)
     check_answer_weight(cfg)
     check_optimizer(cfg)
     check_reward(cfg)
@@ -218,6 +219,23 @@ def check_loss(cfg: Config) -> None:
     names = [field.name for field in dataclasses.fields(Loss)]
     of_lld = [f"loss.{name}" for name in names if name.startswith("lld_") and name != "lld_weight"]
     refuse_unread(cfg, of_lld, loss.lld_weight == 0, "loss.lld_weight = 0")
+
+
+def check_correction(cfg: Config) -> None:
+    """Importance weights for the gap between sampler and trainer."""
+    loss = cfg.loss
+    bounds = ["loss.correction_cap", "loss.correction_floor"]
+    refuse_unread(cfg, bounds, loss.correction == "none", "loss.correction = 'none'")
+    if not 0 <= loss.correction_floor < loss.correction_cap:
+        raise ValueError(
+            f"loss.correction_floor = {loss.correction_floor} with loss.correction_cap = "
+            f"{loss.correction_cap}: must satisfy 0 <= floor < cap"
+        )
+    if loss.correction != "none" and loss.old_logprobs == "sampler":
+        raise ValueError(
+            f"loss.correction = {loss.correction!r} with loss.old_logprobs = 'sampler' would correct twice: "
+            "the ratio already divides by the sampler's log-probabilities; use 'trainer' or correction none"
+        )
 
 
 def check_answer_weight(cfg: Config) -> None:

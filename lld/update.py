@@ -144,7 +144,11 @@ def loss_of(
         clip_low=options.clip_low,
         clip_high=options.clip_high,
     )
-    terms = {"policy": terms_BT}
+    terms = {}
+    if options.correction != "none":
+        terms["correction"] = loss.correction_weights(divisor_BT, micro.sampled_logprobs_BT, mask_BT, options)
+        terms_BT = terms["correction"] * terms_BT
+    terms["policy"] = terms_BT
     if options.kl_weight > 0:
         terms["kl"] = loss.kl_terms(logprobs_BT, reference_BT) * mask_BT
         terms_BT = terms_BT + options.kl_weight * terms["kl"]

@@ -32,6 +32,7 @@ def with_loss(**changes):
         {},
         {"aggregation": "token_mean", "lld_normalizer": "all", "lld_gate": "response"},
         {"kind": "gspo", "lld_gate": "token", "lld_preserve": "positive"},
+        {"correction": "tis", "correction_cap": 1.0},
     ],
 )
 def test_micro_batch_size_does_not_change_the_gradient(changes):

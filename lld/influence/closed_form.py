@@ -253,7 +253,7 @@ def true_change(
 def policy_term_alone(cfg: Config) -> Config:
     """The options of one update by the policy gradient alone, while the policy is still the old one."""
     loss = dataclasses.replace(
-        cfg.loss, kl_weight=0.0, entropy_weight=0.0, lld_weight=0.0, old_logprobs="trainer"
+        cfg.loss, kl_weight=0.0, entropy_weight=0.0, lld_weight=0.0, old_logprobs="trainer", correction="none"
     )
     return dataclasses.replace(cfg, loss=loss, optim=dataclasses.replace(cfg.optim, updates_per_rollout=1))
 

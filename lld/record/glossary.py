@@ -21,6 +21,10 @@ GLOSSARY = {
         "step's updates"
     ),
     "loss/policy": "mean surrogate term per token (Eq. 1); near 0",
+    "loss/correction": (
+        "mean weight of loss.correction per token; 1 where the trainer's log-probabilities are the "
+        "sampler's, with top_p < 1 the kept mass"
+    ),
     "loss/kl": "mean k3 estimate of KL(policy || reference) per token, nats; slow growth",
     "loss/lld": "mean LLDS term per token of the model, before lambda; above 0 from the second update on",
     "lld_beta": "LLDS-MA's weight on answer tokens; 1 is plain LLDS",
