@@ -32,6 +32,22 @@ GLOSSARY = {
         "mean entropy of the next-token distribution on the model's tokens, nats; an explosion is "
         "collapse, 0 is determinism"
     ),
+    "kept_mass": (
+        "probability that the trainer's policy gives to the tokens that the sampler could draw, mean over "
+        "tokens; 1 unless top_p or the like cuts its distribution"
+    ),
+    "advantage/*": "mean advantage per token by context; not 0 in healthy runs either",
+    "context/*": "share of the model's tokens in that context",
+    "*/first": (
+        "kept mass, or by class entropy, log pi and displacement, over the tokens sampled before their "
+        "episode had read a passage"
+    ),
+    "*/lucky": "the same over the tokens whose episode had read a passage that holds a gold answer",
+    "*/unlucky": "the same over the tokens whose episode had read passages, none with a gold answer",
+    "entropy/*": (
+        "entropy by class of response: A > 0 (correct), A < 0 (incorrect), A = 0 (neutral); if it rises for "
+        "incorrect responses while it falls for the others, a collapse may have begun"
+    ),
     "grad_norm": "mean gradient norm before clipping over the step's updates",
     "grad_norm_max": "largest gradient norm of the step's updates",
     "skipped_updates": "updates not made because their loss or gradient was not finite; 0",

@@ -12,24 +12,16 @@ import torch
 from lld.episode import Batch, Episode
 from lld.loss import GATES, MAX_LOG_RATIO, lld_gate
 from lld.protocol import PARTS
+from lld.record import contexts
+from lld.record.means import CLASSES, class_of, means
 from lld.reward import exact_match
 from lld.update import Scores
 
-CLASSES = ("correct", "incorrect", "neutral")  # A > 0, A < 0, A = 0
 QUANTILES = (0.05, 0.5, 0.95)
 # Rounding noise in nats a token, with float32 (False) and bf16 (True). A smaller fall may not be real; see
 # docs/rounding.md.
 NOISE = {False: 1e-5, True: 3e-3}
 BATCH_FIELDS = [field.name for field in dataclasses.fields(Batch)]
-
-
-def _means(prefix: str, names: list[str], values_N: torch.Tensor, groups_N: torch.Tensor) -> dict[str, float]:
-    """`prefix` + name -> mean of the values whose group is the index of that name; without empty groups."""
-    counts = torch.bincount(groups_N, minlength=len(names)).tolist()
-    sums = torch.zeros(len(names), dtype=torch.float64).index_add_(0, groups_N, values_N.double()).tolist()
-    return {
-        prefix + name: total / count for name, total, count in zip(names, sums, counts, strict=True) if count
-    }
 
 
 def displacement(
@@ -52,7 +44,7 @@ def displacement(
     delta_RT = torch.where(action_ids_RT > 0, new_BT[rows_R] - old_BT[rows_R], 0.0)
     advantages_R = batch.advantages_B[rows_R]
     fine_R = delta_RT.isfinite().all(1) & advantages_R.isfinite()
-    class_R = torch.where(advantages_R > 0, 0, torch.where(advantages_R < 0, 1, 2))
+    class_R = class_of(advantages_R)
     row_N, column_N = ((action_ids_RT > 0) & fine_R[:, None]).nonzero(as_tuple=True)
     if not len(row_N):
         return {}
@@ -63,7 +55,7 @@ def displacement(
     turns = int(action_N.max())
     cells = [f"{group}/{part}/turn{turn + 1}" for group in CLASSES for part in PARTS for turn in range(turns)]
     cell_N = (class_N * len(PARTS) + part_N - 1) * turns + action_N - 1
-    table = _means(f"{prefix}displacement/", cells, delta_N, cell_N)
+    table = means(f"{prefix}displacement/", cells, delta_N, cell_N)
 
     action_of_N = row_N * (turns + 1) + action_N
     sums_A = torch.zeros(len(rows) * (turns + 1)).index_add_(0, action_of_N, delta_N)
@@ -83,8 +75,8 @@ def _level(prefix: str, level: str, values_N, class_N, threshold) -> dict[str, f
     """Mean displacement by class, and the share of values below `threshold`."""
     names = list(CLASSES) if level == "token" else [f"{name}/per_{level}" for name in CLASSES]
     displaced_N = (values_N < threshold).float()
-    shares = _means(f"{prefix}displaced/", [f"{name}/{level}s" for name in CLASSES], displaced_N, class_N)
-    return _means(f"{prefix}displacement/", names, values_N, class_N) | shares
+    shares = means(f"{prefix}displaced/", [f"{name}/{level}s" for name in CLASSES], displaced_N, class_N)
+    return means(f"{prefix}displacement/", names, values_N, class_N) | shares
 
 
 def _quantiles(prefix: str, delta_N: torch.Tensor, class_N: torch.Tensor) -> dict[str, float]:
@@ -148,7 +140,7 @@ def policy_change(batch: Batch, scores: Scores, rows: list[int], cfg) -> dict[st
     clipped_N = ((advantages_N > 0) & (ratio_N > 1 + cfg.loss.clip_high)) | (
         (advantages_N < 0) & (ratio_N < 1 - cfg.loss.clip_low)
     )
-    class_N = torch.where(advantages_N > 0, 0, torch.where(advantages_N < 0, 1, 2))
+    class_N = class_of(advantages_N)
     tail_N = ratio_N.sort().values
     row = {
         "entropy": float(scores.entropy_BT[rows_R][mask_RT].double().mean()),
@@ -158,7 +150,7 @@ def policy_change(batch: Batch, scores: Scores, rows: list[int], cfg) -> dict[st
         "ratio/clipped": float(clipped_N.double().mean()),
     }
     for name, values_RT in (("old", old_RT), ("new", new_RT)):
-        row |= _means("likelihood/", [f"{group}_{name}" for group in CLASSES], values_RT[mask_RT], class_N)
+        row |= means("likelihood/", [f"{group}_{name}" for group in CLASSES], values_RT[mask_RT], class_N)
     return row
 
 
@@ -230,7 +222,7 @@ def describe(batch: Batch, scores: Scores, episodes: list[Episode], cfg) -> dict
     """One row for a rollout and all its updates; names in metrics.GLOSSARY."""
     rows = list(range(len(batch.names)))
     row = _describe_rows(batch, scores, rows, cfg) | sampler_gap(batch, scores)
-    row |= episode_likelihoods(batch, scores.old_BT, episodes)
+    row |= episode_likelihoods(batch, scores.old_BT, episodes) | contexts.describe(batch, scores, episodes)
     if scores.final_BT is not None:
         row |= displacement(batch, scores.old_BT, scores.final_BT, rows, "final/", half=scores.half)
     return row
