@@ -109,6 +109,9 @@ class Loss:
     entropy_weight: float = 0.0  # official code: 0.001
     # Whose log pi_old the ratio divides by; LLDS and the displacement metrics always use the trainer's
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
+    # Probabilities that are trained and recorded: over the vocabulary | over the ids that top_p < 1 kept
+    # when the token was sampled (arXiv 2512.02556), the same for ratio, KL, entropy and LLDS
+    support: Literal["full", "kept"] = "full"
     # Weights of the policy terms for a sampler other than the trainer: the ratios pi_old / sampler of a token
     # or of a response, truncated (tis) or masked (mis)
     correction: Literal[("none",) + keys_of("loss", "CORRECTIONS")] = "none"

@@ -1,5 +1,6 @@
 """The data that rollout and update exchange: `Episode`, in Python types, and `Batch`, as tensors."""
 
+from array import array
 from dataclasses import dataclass, field
 
 import torch
@@ -53,6 +54,9 @@ class Episode:
     for a token the model did not write and k for a token of its k-th action. `logprobs[t]` is under the
     distribution that token t was sampled from (0.0 where action_ids is 0).
 
+    With loss.support "kept", `kept_ids` holds the ids that the sampler could have drawn, token after token
+    (int32), and `kept_counts[t]` their number at token t (0 where action_ids is 0); else both are empty.
+
     `stop_reason` is "answer", "turns" (out of turns), "length" (out of context), "failed_search" or
     "empty_search" (a query without results). For the last two `failure` has the message; such an episode is
     never trained on.
@@ -64,6 +68,8 @@ class Episode:
     token_ids: list[int] = field(default_factory=list)
     action_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept_ids: array = field(default_factory=lambda: array("i"))
+    kept_counts: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     stop_reason: str = ""
     failure: str = ""
@@ -103,18 +109,32 @@ class Batch:
     advantages_B: torch.Tensor
     lengths_B: torch.Tensor  # tokens of prompt and response
     names: tuple[str, ...]  # of the episodes
+    # The ids that each token was drawn from, row by row and token by token; None if not recorded
+    kept_ids_K: torch.Tensor | None = None
+    kept_counts_BT: torch.Tensor | None = None  # how many, per token
+
+    @property
+    def kept(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """`kept_ids_K` and `kept_counts_BT`, if they were recorded."""
+        return None if self.kept_ids_K is None else (self.kept_ids_K, self.kept_counts_BT)
 
     def rows(self, rows: list[int], device=None) -> "Batch":
         """The given rows, cut to the longest of them, on `device`."""
         length = int(self.lengths_B[rows].max())
+        kept = ()
+        if self.kept is not None:
+            ids = self.kept_ids_K.split(self.kept_counts_BT.sum(1).tolist())
+            counts_RT = self.kept_counts_BT[rows, :length]
+            kept = (torch.cat([ids[row] for row in rows]).to(device), counts_RT.to(device))
         return Batch(
-            token_ids_BT=self.token_ids_BT[rows, :length].to(device),
-            action_ids_BT=self.action_ids_BT[rows, :length].to(device),
-            part_ids_BT=self.part_ids_BT[rows, :length].to(device),
-            sampled_logprobs_BT=self.sampled_logprobs_BT[rows, :length].to(device),
-            advantages_B=self.advantages_B[rows].to(device),
-            lengths_B=self.lengths_B[rows].to(device),
-            names=tuple(self.names[row] for row in rows),
+            self.token_ids_BT[rows, :length].to(device),
+            self.action_ids_BT[rows, :length].to(device),
+            self.part_ids_BT[rows, :length].to(device),
+            self.sampled_logprobs_BT[rows, :length].to(device),
+            self.advantages_B[rows].to(device),
+            self.lengths_B[rows].to(device),
+            tuple(self.names[row] for row in rows),
+            *kept,
         )
 
 
@@ -130,12 +150,18 @@ def collate(episodes: list[Episode], advantages_PG: torch.Tensor, pad_id: int) -
     part_ids_BT = torch.zeros(B, T, dtype=torch.long)
     sampled_logprobs_BT = torch.zeros(B, T)
     lengths_B = torch.zeros(B, dtype=torch.long)
+    kept = ()
+    if all(episode.kept_counts for episode in episodes):
+        ids = [torch.frombuffer(episode.kept_ids, dtype=torch.int32) for episode in episodes]
+        kept = (torch.cat(ids), torch.zeros(B, T, dtype=torch.int32))
     for row, episode in enumerate(episodes):
         start = len(episode.prompt_ids)
         end = start + len(episode.token_ids)
         token_ids_BT[row, :end] = torch.tensor(episode.prompt_ids + episode.token_ids)
         action_ids_BT[row, start:end] = torch.tensor(episode.action_ids)
         sampled_logprobs_BT[row, start:end] = torch.tensor(episode.logprobs)
+        for counts_BT in kept[1:]:
+            counts_BT[row, start:end] = torch.tensor(episode.kept_counts)
         part_ids_BT[row, start:end] = (action_ids_BT[row, start:end] > 0) * THINK
         for turn in episode.turns:
             if turn.kind != "invalid":
@@ -149,4 +175,5 @@ def collate(episodes: list[Episode], advantages_PG: torch.Tensor, pad_id: int) -
         advantages_PG.flatten(),
         lengths_B,
         tuple(e.name for e in episodes),
+        *kept,
     )

@@ -18,11 +18,16 @@ class Policy(nn.Module):
         self.lm = lm
         lm.set_attn_implementation(attention.NAME)
 
-    def forward(self, token_ids_BT, scored_BT, temperature: float = 1.0, entropy_gradient: bool = False):
+    def forward(
+        self, token_ids_BT, scored_BT, temperature: float = 1.0, entropy_gradient: bool = False, kept=None
+    ):
         """(B, T) log-probability and entropy of every scored token given all tokens before it, 0 elsewhere.
 
         Entry t describes token t. `scored_BT` is True on the tokens the model wrote; logits are computed only
         for those, in slices that are recomputed in the backward pass. In float32; float64 for such a model.
+
+        With `kept`, a batch's `Batch.kept`, probabilities are those among the ids that each token was drawn
+        from. Tokens that are not scored must have none.
         """
         head, embeddings = self.lm.get_output_embeddings(), self.lm.get_input_embeddings()
         # In half precision, summing the gradient of a frequent token would lose most of the terms.
@@ -30,7 +35,11 @@ class Policy(nn.Module):
         is_tied = head.weight is embeddings.weight and head.bias is None
         tied = [] if is_whole and is_tied and type(embeddings) is nn.Embedding else None
         states_NC, targets_N = self.states(token_ids_BT, scored_BT, tied)
-        logprob_N, entropy_N = token_scores(states_NC, head, targets_N, temperature, entropy_gradient, tied)
+        if kept is not None:
+            kept = kept[0], kept[1][scored_BT]
+        logprob_N, entropy_N = token_scores(
+            states_NC, head, targets_N, temperature, entropy_gradient, tied, kept
+        )
         zeros_BT = torch.zeros(token_ids_BT.shape, dtype=logprob_N.dtype, device=token_ids_BT.device)
         return zeros_BT.masked_scatter(scored_BT, logprob_N), zeros_BT.masked_scatter(scored_BT, entropy_N)
 

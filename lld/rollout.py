@@ -42,7 +42,9 @@ class Budgets:
         )
 
 
-def open_engine(lm, tokenizer, options: config.Rollout, sampling: config.Rollout | config.Eval) -> Engine:
+def open_engine(
+    lm, tokenizer, options: config.Rollout, sampling: config.Rollout | config.Eval, keep_ids: bool = False
+) -> Engine:
     """An engine for rollouts of `lm`, with the temperature and top_p of `sampling`."""
     return Engine(
         lm,
@@ -54,6 +56,7 @@ def open_engine(lm, tokenizer, options: config.Rollout, sampling: config.Rollout
         eos_ids=protocol.eos_ids(lm, tokenizer),
         cuda_graphs=options.cuda_graphs,
         max_tokens=options.max_episode_tokens,
+        keep_ids=keep_ids,
     )
 
 
@@ -175,6 +178,8 @@ class _Conversation:
         start = len(episode.token_ids)
         episode.token_ids += stopped.token_ids
         episode.logprobs += stopped.logprobs
+        episode.kept_ids += stopped.kept_ids
+        episode.kept_counts += stopped.kept_counts
         episode.action_ids += [len(episode.turns) + 1] * len(stopped.token_ids)
         end = len(episode.token_ids)
         tag_start = end
@@ -243,6 +248,7 @@ class _Conversation:
         episode.token_ids += observation_ids
         episode.action_ids += [0] * len(observation_ids)
         episode.logprobs += [0.0] * len(observation_ids)
+        episode.kept_counts += [0] * len(observation_ids) if episode.kept_counts else []
         episode.turns[-1].observation_end = len(episode.token_ids)
         self.engine.extend(key, observation_ids, min(self.budgets.max_new_tokens, room))
 

@@ -147,12 +147,13 @@ def check_sampling(cfg: Config) -> None:
         top_p = getattr(cfg, section).top_p
         if not 0 < top_p <= 1:
             raise ValueError(f"{section}.top_p = {top_p}: must be in (0, 1]")
-    if cfg.loss.old_logprobs == "sampler" and cfg.rollout.top_p < 1:
+    if cfg.loss.old_logprobs == "sampler" and cfg.rollout.top_p < 1 and cfg.loss.support == "full":
         raise ValueError(
             f"loss.old_logprobs = 'sampler' with rollout.top_p = {cfg.rollout.top_p}: the sampler's "
-            "log-probabilities are those of the cut distribution and no ratio can be built on them; "
-            "use 'trainer' or top_p 1.0"
+            "log-probabilities are those of the cut distribution and no ratio to the whole one can be built "
+            "on them; use loss.support 'kept', old_logprobs 'trainer' or top_p 1.0"
         )
+    refuse_unread(cfg, ["loss.support"], cfg.rollout.top_p == 1, "rollout.top_p = 1, which keeps all ids")
     if cfg.eval.top_p < 1 and cfg.eval.temperature == 0:
         raise ValueError(
             f"eval.top_p = {cfg.eval.top_p} does nothing with eval.temperature = 0 (greedy): "

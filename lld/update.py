@@ -83,7 +83,31 @@ def take_rows(batch: Batch, rows: list[int], device) -> Batch:
     if rows:
         return batch.rows(rows, device)
     row = batch.rows([0], device)
-    return replace(row, action_ids_BT=torch.zeros_like(row.action_ids_BT))
+    unwritten_BT = torch.zeros_like(row.action_ids_BT)
+    if row.kept is not None:
+        row = replace(row, kept_ids_K=row.kept_ids_K[:0], kept_counts_BT=unwritten_BT.int())
+    return replace(row, action_ids_BT=unwritten_BT)
+
+
+def score(policy, micro: Batch, cfg: Config, entropy_gradient: bool = False):
+    """Log-probabilities and entropies (B, T) of the model's tokens under the distribution that is trained.
+
+    That is the softmax over the vocabulary, or with loss.support "kept" over the ids that the sampler kept
+    when it drew the token, whichever policy is scored: the current one, its past, the reference of the KL
+    term, LLDS's anchor. Then the ratio of the unmoved policy to the sampler is 1, and the gradient of a
+    token's log-probability has mean 0 under the sampler (the mask kept, arXiv 2512.02556). The KL term is
+    between both policies on the kept ids. With the whole softmax of the reference its mean would gain -log m
+    + m - 1, where m is the reference's mass on the kept ids, so that it would not be 0 between equals; its
+    gradient would shrink to the share m.
+    """
+    options, kept = cfg.loss, micro.kept if cfg.loss.support == "kept" else None
+    if options.support == "kept" and kept is None:
+        raise ValueError(
+            "loss.support = 'kept' needs the ids that the sampler kept, and these episodes were recorded "
+            "without them: use 'full', or episodes of a run with loss.support = 'kept'"
+        )
+    written_BT = micro.action_ids_BT > 0
+    return policy(micro.token_ids_BT, written_BT, cfg.rollout.temperature, entropy_gradient, kept)
 
 
 @torch.no_grad()
@@ -105,7 +129,7 @@ def score_rows(accelerator, policy, batch: Batch, plan: list[list[list[int]]], c
         rows = own[number] if number < len(own) else []
         micro = take_rows(batch, rows, accelerator.device)
         with accelerator.autocast():
-            scores_BT, _ = policy(micro.token_ids_BT, micro.action_ids_BT > 0, cfg.rollout.temperature)
+            scores_BT, _ = score(policy, micro, cfg)
         logprobs_BT[rows, : scores_BT.shape[1]] = scores_BT[: len(rows)].cpu()
     return logprobs_BT
 
@@ -306,10 +330,7 @@ def micro_batch_loss(
     written into `tables.old_BT`, whose aliases the loss then reads.
     """
     with accelerator.autocast():
-        written_BT = micro.action_ids_BT > 0
-        logprobs_BT, entropies_BT = policy(
-            micro.token_ids_BT, written_BT, cfg.rollout.temperature, cfg.loss.entropy_weight > 0
-        )
+        logprobs_BT, entropies_BT = score(policy, micro, cfg, cfg.loss.entropy_weight > 0)
     width = micro.token_ids_BT.shape[1]
     if rows and update == 0:
         tables.old_BT[rows, :width] = logprobs_BT.detach().cpu()

@@ -15,6 +15,7 @@ observations not yet read. Rows of the cache are kept in the order running, read
 make a batch.
 """
 
+from array import array
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -36,12 +37,17 @@ FREE = 3  # released, its row may be reused
 
 @dataclass
 class Stopped:
-    """A turn that ended: its token ids, their log-probabilities, and why it ended."""
+    """A turn that ended: its token ids, their log-probabilities, and why it ended.
+
+    With `keep_ids` also the ids that each token was drawn from, token by token, and how many they are.
+    """
 
     key: tuple
     token_ids: list[int]
     logprobs: list[float]
     reason: str  # "stop_string", "eos" or "length"
+    kept_ids: array = field(default_factory=lambda: array("i"))
+    kept_counts: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -54,6 +60,8 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)  # of this turn
     logprobs: list[float] = field(default_factory=list)
     uniforms: list[int] = field(default_factory=list)  # of this turn's tokens: the bits of a float64 each
+    kept_ids: array = field(default_factory=lambda: array("i"))  # of this turn, if they are kept
+    kept_counts: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -127,13 +135,14 @@ class Engine:
         eos_ids: tuple[int, ...],
         cuda_graphs: bool = False,
         max_tokens: int | None = None,
+        keep_ids: bool = False,
     ):
         """Samples from `lm`, a transformers decoder of the Llama/Qwen2/Qwen3 kind; copies no weights.
 
         max_tokens: the maximum length of a sequence, if known; on a GPU the cache has that size from the
-        start. With `cuda_graphs`, on a GPU and without casts under autocast, steps without prompts and
-        observations replay CUDA graphs. The weights must then stay at their addresses while the engine
-        exists.
+        start. With `keep_ids`, turns list the ids that top_p < 1 left for each token. With `cuda_graphs`, on
+        a GPU and without casts under autocast, steps without prompts and observations replay CUDA graphs. The
+        weights must then stay at their addresses while the engine exists.
         """
         _check_model(lm.config)
         self.lm = lm
@@ -141,6 +150,7 @@ class Engine:
         self.num_slots = num_slots
         self.temperature = temperature
         self.top_p = top_p
+        self.keep_ids = keep_ids
         self.stop_strings = stop_strings
         self.eos_ids = frozenset(eos_ids)
         self.may_stop = tokens_that_may_stop(tokenizer, stop_strings)
@@ -224,6 +234,7 @@ class Engine:
     def _begin_turn(self, sequence: Sequence, max_new_tokens: int) -> None:
         sequence.token_ids = []
         sequence.logprobs = []
+        sequence.kept_ids, sequence.kept_counts = array("i"), []
         uniforms = torch.rand(max_new_tokens, generator=sequence.generator, dtype=torch.float64)
         sequence.uniforms = uniforms.view(torch.int64).tolist()
 
@@ -374,14 +385,24 @@ class Engine:
         self, sequences: list[Sequence], logits_SV: torch.Tensor, uniforms_S: torch.Tensor
     ) -> list[Stopped]:
         stopped = []
-        drawn = sample_tokens(logits_SV, uniforms_S, self.temperature, self.top_p)
-        for sequence, (token, logprob) in zip(sequences, drawn, strict=True):
+        drawn = sample_tokens(logits_SV, uniforms_S, self.temperature, self.top_p, self.keep_ids)
+        for sequence, (token, logprob, *kept) in zip(sequences, drawn, strict=True):
             sequence.token_ids.append(token)
             sequence.logprobs.append(logprob)
+            for ids in kept:  # one with `keep_ids`, else none
+                sequence.kept_ids.frombytes(ids.numpy().tobytes())
+                sequence.kept_counts.append(len(ids))
             sequence.unread = [token]
             if reason := self._stop_reason(sequence, token):
                 sequence.state = PARKED
-                stopped.append(Stopped(sequence.key, sequence.token_ids, sequence.logprobs, reason))
+                turn = (
+                    sequence.token_ids,
+                    sequence.logprobs,
+                    reason,
+                    sequence.kept_ids,
+                    sequence.kept_counts,
+                )
+                stopped.append(Stopped(sequence.key, *turn))
         return stopped
 
     def _stop_reason(self, sequence: Sequence, token: int) -> str | None:

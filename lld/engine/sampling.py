@@ -8,14 +8,21 @@ BELOW = 1 - 2**-53  # a positive float64 times this is smaller than before
 
 
 def sample_tokens(
-    logits_SV: torch.Tensor, uniforms_S: torch.Tensor, temperature: float, top_p: float
-) -> list[tuple[int, float]]:
+    logits_SV: torch.Tensor,
+    uniforms_S: torch.Tensor,
+    temperature: float,
+    top_p: float,
+    keep_ids: bool = False,
+) -> list[tuple]:
     """One token per row by inverse CDF, and its log-probability under the distribution it was drawn from.
 
     logits_SV (S, V), uniforms_S (S,): one number per token from the episode's own generator, so that a draw
     does not depend on how rows are batched. Temperature 0 takes the argmax and records its log-probability at
     temperature 1. top_p < 1 keeps the smallest set of likeliest tokens whose probability reaches top_p, and
     renormalises. Synchronises with the device once, and a second time if a nucleus has more than TOP tokens.
+
+    With `keep_ids`, for a temperature above 0 and top_p < 1, a third value is the nucleus: its ids (int32, on
+    the CPU), likeliest first. They take two more synchronisations.
     """
     logits_SV = logits_SV.float()
     if temperature == 0:
@@ -26,11 +33,14 @@ def sample_tokens(
     if top_p == 1:
         return _to_host(*_invert_cdf(logits_SV, uniforms_S))
     for num_sorted in (TOP, logits_SV.shape[-1]):
-        nucleus_SV, held_S1 = _nucleus(logits_SV, top_p, min(num_sorted, logits_SV.shape[-1]))
-        drawn = _to_host(*_invert_cdf(nucleus_SV, uniforms_S), held_S1)
-        if all(held for _, _, held in drawn):
+        nucleus_SV, order_SK, kept_SK = _nucleus(logits_SV, top_p, min(num_sorted, logits_SV.shape[-1]))
+        drawn = _to_host(*_invert_cdf(nucleus_SV, uniforms_S), kept_SK[:, -1:])
+        if not any(cut for _, _, cut in drawn):
             break
-    return [(token, logprob) for token, logprob, _ in drawn]
+    if not keep_ids:
+        return [(token, logprob) for token, logprob, _ in drawn]
+    ids_S = order_SK[kept_SK].int().cpu().split(kept_SK.sum(1).tolist())
+    return [(token, logprob, ids) for (token, logprob, _), ids in zip(drawn, ids_S, strict=True)]
 
 
 def _to_host(token_S1: torch.Tensor, *columns_S1: torch.Tensor) -> list[tuple]:
@@ -38,16 +48,20 @@ def _to_host(token_S1: torch.Tensor, *columns_S1: torch.Tensor) -> list[tuple]:
     return [(int(token), *rest) for token, *rest in rows]
 
 
-def _nucleus(logits_SV: torch.Tensor, top_p: float, num_sorted: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits of each row's nucleus, else -inf, and whether `num_sorted` tokens contain it (S, 1)."""
+def _nucleus(logits_SV: torch.Tensor, top_p: float, num_sorted: int) -> tuple[torch.Tensor, ...]:
+    """The logits of each row's nucleus, else -inf; the `num_sorted` likeliest ids; which of them it holds.
+
+    A nucleus that holds the last of these may be larger.
+    """
     weights_SV = (logits_SV - logits_SV.amax(-1, keepdim=True)).exp_()
     total_S1 = weights_SV.sum(-1, keepdim=True, dtype=torch.float64)
     best_SK, order_SK = logits_SV.topk(num_sorted)
     share_SK = (best_SK - best_SK[:, :1]).exp().double() / total_S1
     before_SK = share_SK.cumsum(-1) - share_SK
-    kept_SK = best_SK.masked_fill(before_SK >= top_p, -torch.inf)
-    nucleus_SV = torch.full_like(logits_SV, -torch.inf).scatter_(-1, order_SK, kept_SK)
-    return nucleus_SV, before_SK[:, -1:] >= top_p
+    kept_SK = before_SK < top_p
+    nucleus_SV = torch.full_like(logits_SV, -torch.inf)
+    nucleus_SV.scatter_(-1, order_SK, best_SK.masked_fill(~kept_SK, -torch.inf))
+    return nucleus_SV, order_SK, kept_SK
 
 
 def _invert_cdf(logits_SV: torch.Tensor, uniforms_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -426,6 +426,8 @@ def load_options(args: argparse.Namespace) -> Config:
         cfg,
         model=dataclasses.replace(cfg.model, path=str(args.ckpt)),
         rollout=dataclasses.replace(cfg.rollout, group_size=args.group_size),
+        # The closed form is that of the whole softmax
+        loss=dataclasses.replace(cfg.loss, support="full"),
     )
 
 

@@ -43,8 +43,13 @@ def token_scores(
     temperature: float,
     entropy_gradient: bool,
     tied: list | None = None,
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None,
 ):
     """Log-probability of each target and entropy of its distribution, (N,) each, float32 at least.
+
+    The distribution is the softmax over the vocabulary, or with `kept` over the ids that the sampler kept
+    for each target: all ids (K,), target by target and each once, and their number for each target (N,). A
+    target that is not among its own ids has log-probability -inf.
 
     Only a slice of the logits is in memory at a time. Under autocast the head's weights are cast slice by
     slice. `tied`: see `TiedEmbedding`.
@@ -57,7 +62,10 @@ def token_scores(
         )
     if torch.is_autocast_enabled(hidden_NC.device.type):
         hidden_NC = hidden_NC.to(torch.get_autocast_dtype(hidden_NC.device.type))
-    return TokenScores.apply(hidden_NC, weight_VC, targets_N, temperature, entropy_gradient, tied)
+    rest = (targets_N, temperature, entropy_gradient, tied)
+    if kept is None:
+        return TokenScores.apply(hidden_NC, weight_VC, *rest)
+    return KeptScores.apply(hidden_NC, weight_VC, *kept, *rest)
 
 
 class TokenScores(torch.autograd.Function):
@@ -122,16 +130,86 @@ class TokenScores(torch.autograd.Function):
         return hidden_grad_NC.to(hidden_NC.dtype), weight_grad_VC, None, None, None, None
 
 
-def sliced_logits(hidden_NC: torch.Tensor, weight_VC: torch.Tensor, temperature: float):
-    """Yields (first id, weights (v, C), logits (N, v)) of slices of the vocabulary.
+class KeptScores(torch.autograd.Function):
+    """`token_scores` over the ids that the sampler kept for each token.
+
+    Logits are those of the ids kept by any token of the batch, U of V, for all N tokens: one matrix
+    multiplication over U columns. Gathering a row of weights per kept id would multiply less, but read C
+    numbers for each of K ids, and on a GPU would add up gradients in no fixed order. The cost is bounded by
+    that of the whole softmax, and the backward pass, which needs the K kept logits only, recomputes none.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_NC, weight_VC, ids_K, counts_N, targets_N, temperature, entropy_gradient, tied):
+        row_K = torch.arange(len(targets_N), device=ids_K.device).repeat_interleave(counts_N)
+        ids_U, place_K = ids_K.long().unique(return_inverse=True)
+        dtype = torch.promote_types(hidden_NC.dtype, torch.float32)
+        logit_K = hidden_NC.new_zeros(ids_K.shape, dtype=dtype)
+        for start, _, logits_Nv in sliced_logits(hidden_NC, weight_VC, temperature, ids_U):
+            inside_K, column_K1 = locate(place_K, start, logits_Nv)
+            logit_K = torch.where(inside_K, logits_Nv[row_K, column_K1[:, 0]], logit_K)
+
+        def over_row(values_K: torch.Tensor, how: str) -> torch.Tensor:
+            return torch.segment_reduce(values_K, how, lengths=counts_N, unsafe=True)
+
+        shifted_K = logit_K - over_row(logit_K, "max")[row_K]
+        logp_K = shifted_K - over_row(shifted_K.exp(), "sum").log()[row_K]
+        entropy_N = -over_row(logp_K.exp() * logp_K, "sum")
+        is_target_K = ids_K == targets_N[row_K]
+        ctx.save_for_backward(hidden_NC, weight_VC, ids_U, place_K, row_K, logp_K, is_target_K, entropy_N)
+        ctx.temperature, ctx.entropy_gradient, ctx.tied = temperature, entropy_gradient, tied
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy_N)
+        return over_row(logp_K.masked_fill(~is_target_K, -torch.inf), "max"), entropy_N
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, logprob_grad_N, entropy_grad_N):
+        """As in `TokenScores`; the derivative by the logit of an id that was not kept is 0."""
+        hidden_NC, weight_VC, ids_U, place_K, row_K, logp_K, is_target_K, entropy_N = ctx.saved_tensors
+        p_K, pull_K = logp_K.exp(), logprob_grad_N[row_K]
+        grad_K = pull_K * (is_target_K.to(p_K.dtype) - p_K)
+        if ctx.entropy_gradient:
+            grad_K -= p_K * (logp_K + entropy_N[row_K]) * entropy_grad_N[row_K]
+        grad_K /= ctx.temperature
+        hidden_grad_NC, weight_grad_VC = (
+            torch.zeros_like(hidden_NC, dtype=logp_K.dtype),
+            torch.zeros_like(weight_VC),
+        )
+        for part in slices(len(ids_U), len(hidden_NC), hidden_NC.device):
+            ids_v, column_K = ids_U[part], place_K - part.start
+            weight_vC = weight_VC[ids_v].to(hidden_NC.dtype)
+            inside_K = (column_K >= 0) & (column_K < len(ids_v))
+            # One column more takes what lies in other slices
+            grad_Nv = grad_K.new_zeros(len(hidden_NC), len(ids_v) + 1)
+            grad_Nv[row_K, torch.where(inside_K, column_K, len(ids_v))] = grad_K
+            grad_Nv = grad_Nv[:, :-1].to(hidden_NC.dtype)
+            hidden_grad_NC += grad_Nv @ weight_vC
+            weight_grad_VC[ids_v] = (grad_Nv.T @ hidden_NC).to(weight_VC.dtype)
+        if ctx.tied is not None:
+            ctx.tied.append(weight_grad_VC)
+        return hidden_grad_NC.to(hidden_NC.dtype), weight_grad_VC, *(None,) * 6
+
+
+def slices(num_ids: int, num_tokens: int, device: torch.device):
+    """Yields slices of `num_ids` ids, each so long that the logits of `num_tokens` tokens fit into memory."""
+    width = max(1024, SLICE_LOGITS.get(device.type, 2**27) // max(1, num_tokens))
+    for start in range(0, num_ids, width):
+        yield slice(start, min(start + width, num_ids))
+
+
+def sliced_logits(
+    hidden_NC: torch.Tensor, weight_VC: torch.Tensor, temperature: float, ids_U: torch.Tensor | None = None
+):
+    """Yields (start, weights (v, C), logits (N, v)) of slices of the vocabulary, or of `ids_U` of it.
 
     Weights have the dtype of the states; logits are float32 at least, and the caller may overwrite them.
     """
-    width = max(1024, SLICE_LOGITS.get(hidden_NC.device.type, 2**27) // max(1, len(hidden_NC)))
-    for start in range(0, len(weight_VC), width):
-        weight_vC = weight_VC[start : start + width].to(hidden_NC.dtype)
+    num_ids = len(weight_VC if ids_U is None else ids_U)
+    for part in slices(num_ids, len(hidden_NC), hidden_NC.device):
+        weight_vC = weight_VC[part if ids_U is None else ids_U[part]].to(hidden_NC.dtype)
         logits_Nv = float32_logits(hidden_NC, weight_vC)
-        yield start, weight_vC, logits_Nv if temperature == 1 else logits_Nv.div_(temperature)
+        yield part.start, weight_vC, logits_Nv if temperature == 1 else logits_Nv.div_(temperature)
 
 
 def float32_logits(hidden_NC: torch.Tensor, weight_VC: torch.Tensor) -> torch.Tensor:

@@ -25,12 +25,7 @@ def choose_sentinel(batch: Batch, old_BT: torch.Tensor, episodes: list[Episode],
 
 def take(batch: Batch, rows: list[int]) -> Batch:
     """Some rows of a batch, as a new batch."""
-    return Batch(
-        *(
-            tuple(batch.names[row] for row in rows) if name == "names" else getattr(batch, name)[rows]
-            for name in BATCH_FIELDS
-        )
-    )
+    return batch.rows(rows)
 
 
 def describe_sentinel(accelerator, policy, sentinel: Batch, cfg) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from array import array
 from pathlib import Path
 
 from lld.episode import Batch, Episode, Question, Turn
@@ -14,7 +15,7 @@ from lld.update import Scores
 
 def to_json(episode: Episode) -> str:
     """One line that `from_json` turns into an equal episode."""
-    return json.dumps(dataclasses.asdict(episode))
+    return json.dumps(dataclasses.asdict(episode), default=list)  # an array is written as a list
 
 
 def from_json(line: str) -> Episode:
@@ -29,7 +30,8 @@ def from_json(line: str) -> Episode:
         Turn(**turn | {"passages": tuple(Passage(**passage) for passage in turn["passages"])})
         for turn in tree["turns"]
     ]
-    return Episode(**tree | {"question": question, "turns": turns})
+    kept_ids = array("i", tree.get("kept_ids", ()))
+    return Episode(**tree | {"question": question, "turns": turns, "kept_ids": kept_ids})
 
 
 def read_episodes(path: Path, vocabulary: int) -> list[Episode]:
@@ -46,7 +48,7 @@ def read_episodes(path: Path, vocabulary: int) -> list[Episode]:
         try:
             episodes.append(from_json(line))
             wrong = _wrong(episodes[-1], vocabulary)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             wrong = f"{type(error).__name__}: {error}"
         if wrong:
             raise ValueError(f"{path} line {number} is no episode ({wrong}): the file is damaged")
@@ -68,6 +70,8 @@ def _wrong(episode: Episode, vocabulary: int) -> str | None:
         or not all(isinstance(value, float) for value in episode.logprobs)
     ):
         return "action ids and log-probabilities must be as many numbers as token ids"
+    if wrong := _wrong_kept(episode, vocabulary):
+        return wrong
     for turn in episode.turns:
         places = [turn.start, turn.tag_start, turn.end, turn.observation_end]
         if (
@@ -84,6 +88,26 @@ def _wrong(episode: Episode, vocabulary: int) -> str | None:
         isinstance(text, str) for text in (question.id, question.text, *question.golden_answers)
     ):
         return "the question's texts are wrong"
+    return None
+
+
+def _wrong_kept(episode: Episode, vocabulary: int) -> str | None:
+    """Why kept ids cannot be trained on: each token of the model must be one of its own, none twice."""
+    counts, ids, start = episode.kept_counts, episode.kept_ids, 0
+    if not counts and not ids:
+        return None
+    if (
+        len(counts) != len(episode.token_ids)
+        or not all(type(count) is int and count >= 0 for count in counts)
+        or sum(counts) != len(ids)
+    ):
+        return "kept ids must be as many as their counts say, with one count for each token"
+    for token, action, count in zip(episode.token_ids, episode.action_ids, counts, strict=True):
+        own, start = ids[start : start + count], start + count
+        if bool(action) != bool(count) or (action and token not in own) or len(set(own)) < count:
+            return "a token that the model wrote must be one of its kept ids, each of them once"
+        if count and not 0 <= min(own) <= max(own) < vocabulary:
+            return f"kept ids must be whole numbers below {vocabulary}"
     return None
 
 

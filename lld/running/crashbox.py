@@ -177,6 +177,11 @@ def replay_options(box: Path, overrides: list[str]) -> config.Config:
                     f"--replay: {section}.{option} cannot be changed, the box's episodes were played with "
                     "the other value; loss, advantage, reward, optim and monitor can"
                 )
+    if cfg.loss.support == "kept" != before.loss.support:
+        raise ValueError(
+            "--replay: loss.support = 'kept' needs the ids that the sampler kept, which only a run with "
+            "that option records: leave it 'full'"
+        )
     if cfg.loss.kl_weight > 0 and model == latest and "model.path" not in given:
         raise ValueError(
             f"--replay {box}: loss.kl_weight = {cfg.loss.kl_weight}, and the box holds no reference/ "

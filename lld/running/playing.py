@@ -17,7 +17,7 @@ from lld.tools import Unplayed
 MAX_EMPTY_GROUPS = 0.5
 
 
-def new_engine(run: Run, sampling: Rollout | Eval) -> Engine:
+def new_engine(run: Run, sampling: Rollout | Eval, keep_ids: bool = False) -> Engine:
     """Makes an engine with the temperature and top_p of training or of evaluation.
 
     It reads the policy's weights, or the rollout copy, which is updated here. Every process must call it.
@@ -26,7 +26,7 @@ def new_engine(run: Run, sampling: Rollout | Eval) -> Engine:
     if models.rollout_copy is not None:
         sharding.refresh(models.rollout_copy, models.bare, run.accelerator.device)
     lm = (models.rollout_copy or models.lm).eval()
-    return open_engine(lm, run.tokenizer, run.cfg.rollout, sampling)
+    return open_engine(lm, run.tokenizer, run.cfg.rollout, sampling, keep_ids)
 
 
 def play(run: Run, step: int) -> tuple[list[Episode], dict[str, float]]:
@@ -85,7 +85,7 @@ def play_own_groups(run: Run, questions: list[Question], step: int) -> tuple[lis
             progress_bar(run, len(places) * cfg.rollout.group_size, "rollout") as progress,
         ):
             episodes = rollout(
-                new_engine(run, cfg.rollout),
+                new_engine(run, cfg.rollout, keep_ids=cfg.loss.support == "kept"),
                 run.tokenizer,
                 [questions[place] for place in places],
                 run.search,
