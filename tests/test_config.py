@@ -194,7 +194,10 @@ def test_the_defaults_are_the_papers():
             "loss.lld_tolerance = 0.01 does nothing with loss.lld_weight = 0",
         ),
         ({"loss": {"lld_tolerance": -0.01}}, "loss.lld_tolerance = -0.01: must not be negative"),
-        ({"loss": {"old_logprobs": "sampler"}, "rollout": {"top_p": 0.9}}, "use 'trainer' or top_p 1.0"),
+        (
+            {"loss": {"old_logprobs": "sampler"}, "rollout": {"top_p": 0.9}},
+            "use loss.support 'kept', old_logprobs 'trainer' or top_p 1.0",
+        ),
         ({"rollout": {"temperature": 0}}, "greedy episodes of a group are all alike"),
         ({"rollout": {"group_size": 1}}, "a group of one has no advantage"),
         ({"rollout": {"top_p": 0.0}}, "rollout.top_p = 0.0: must be in (0, 1]"),

@@ -34,7 +34,7 @@ GLOSSARY = {
     ),
     "kept_mass": (
         "probability that the trainer's policy gives to the tokens that the sampler could draw, mean over "
-        "tokens; 1 unless top_p or the like cuts its distribution"
+        'tokens; 1 unless top_p or the like cuts its distribution, and with loss.support "kept"'
     ),
     "advantage/*": "mean advantage per token by context; not 0 in healthy runs either",
     "context/*": "share of the model's tokens in that context",
