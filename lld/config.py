@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+# The matrices of a decoder layer that may have LoRA adapters
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 BENCHMARKS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wiki", "musique", "bamboogle")
 
 
@@ -44,10 +46,17 @@ class Run:
 @dataclass(frozen=True)
 class Model:
     path: str = "Qwen/Qwen2.5-3B"  # hub name or folder
-    # Type of the computations on a GPU; weights are float32
+    # Type of the computations on a GPU. Weights are float32; with adapters the others are of this type
     mixed_precision: Literal["no", "bf16"] = "bf16"
     gradient_checkpointing: bool = True
     trust_remote_code: bool = False
+    # Rank of LoRA adapters: only they are trained and saved, and the model itself is the reference of the KL
+    # term. 0 trains all weights
+    lora_rank: int = 0
+    # An adapter's product is multiplied by lora_alpha / lora_rank
+    lora_alpha: float = 32.0
+    # The matrices that get an adapter
+    lora_targets: tuple[Literal[LORA_TARGETS], ...] = LORA_TARGETS
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class Policy(nn.Module):
         head, embeddings = self.lm.get_output_embeddings(), self.lm.get_input_embeddings()
         # In half precision, summing the gradient of a frequent token would lose most of the terms.
         is_whole = head.weight.dtype in (torch.float32, torch.float64)
-        is_tied = head.weight is embeddings.weight and head.bias is None
+        is_tied = head.weight is embeddings.weight and head.bias is None and head.weight.requires_grad
         tied = [] if is_whole and is_tied and type(embeddings) is nn.Embedding else None
         states_NC, targets_N = self.states(token_ids_BT, scored_BT, tied)
         if kept is not None:

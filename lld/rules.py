@@ -12,6 +12,7 @@ from lld.config import Config, Loss, TinyWorld
 POSITIVE = (
     "run.steps",
     "run.save_every",
+    "model.lora_alpha",
     "rollout.num_questions",
     "rollout.max_turns",
     "rollout.max_prompt_tokens",
@@ -50,6 +51,7 @@ NOT_NEGATIVE = (
     "run.seed",
     "run.keep_checkpoints",
     "run.watchdog_s",
+    "model.lora_rank",
     "rollout.temperature",
     "loss.clip_low",
     "loss.clip_high",
@@ -102,6 +104,7 @@ def validate(cfg: Config) -> None:
     check_correction(cfg)
     check_answer_weight(cfg)
     check_optimizer(cfg)
+    check_adapters(cfg)
     check_reward(cfg)
     check_evaluation(cfg)
     check_monitor(cfg)
@@ -266,6 +269,24 @@ def check_optimizer(cfg: Config) -> None:
         )
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         raise ValueError(f"optim.betas = {list(optim.betas)}: must be two numbers in [0, 1)")
+
+
+def check_adapters(cfg: Config) -> None:
+    """Options of LoRA adapters, and what they exclude."""
+    model = cfg.model
+    adapted = f"model.lora_rank = {model.lora_rank}"
+    refuse_unread(cfg, ["model.lora_alpha", "model.lora_targets"], model.lora_rank == 0, adapted)
+    if not model.lora_targets or len(set(model.lora_targets)) < len(model.lora_targets):
+        raise ValueError(
+            f"model.lora_targets = {list(model.lora_targets)}: name at least one matrix, each only once"
+        )
+    why = f"{adapted}: the optimizer holds only the adapters, which are small"
+    refuse_unread(cfg, ["optim.name", "optim.cpu_in_rollout"], model.lora_rank > 0, why)
+    if model.lora_rank > 0 and cfg.monitor.crash_box:
+        raise ValueError(
+            f"monitor.crash_box = {cfg.monitor.crash_box} with {adapted}: a box holds whole models, so that "
+            "it can be replayed elsewhere; set it to 0, or train all weights (model.lora_rank=0)"
+        )
 
 
 def check_reward(cfg: Config) -> None:

@@ -19,6 +19,7 @@ CHECKPOINT_FILES = (
     "*.safetensors",
     "pytorch_model*.bin",
     "config.json",
+    "adapter_config.json",
     "generation_config.json",
     "tokenizer*",
     "chat_template*",

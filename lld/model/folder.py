@@ -4,6 +4,15 @@ import re
 import sys
 from pathlib import Path
 
+# A folder with one of these holds a model, or adapters of one
+DESCRIBED = ("config.json", "adapter_config.json")
+
+
+def described(folder: Path, pattern: str = "") -> list[Path]:
+    """The folders of models or adapters among those that match `pattern`, or `folder` itself."""
+    found = {path.parent for name in DESCRIBED for path in folder.glob(f"{pattern}{name}") if path.is_file()}
+    return sorted(found)
+
 
 def check_folder(where: str, option: str, hub: bool = True) -> None:
     """Raises ValueError where `where` is, or can only be, a folder without a model; suggests another one.
@@ -12,15 +21,13 @@ def check_folder(where: str, option: str, hub: bool = True) -> None:
     error comes late and says little.
     """
     path = Path(where).expanduser()
-    if (path / "config.json").is_file():
+    if described(path):
         return
     if path.is_dir():
-        inside = sorted(
-            found.parent for pattern in ("*/config.json", "*/*/config.json") for found in path.glob(pattern)
-        )
+        inside = sorted(described(path, "*/") + described(path, "*/*/"))
         remedy = f"did you mean {inside[-1]}?" if inside else "give a folder that from_pretrained opens"
         raise ValueError(f"{option} {where}: no config.json in it; {remedy}")
-    there = sorted(found.parent.name for found in path.parent.glob("step_*/config.json"))
+    there = [found.name for found in described(path.parent, "step_*/")]
     if there:
         raise ValueError(f"{option} {where}: no such folder; {path.parent} holds {', '.join(there)}")
     # The hub's own rule for names

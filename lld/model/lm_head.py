@@ -101,10 +101,8 @@ class TokenScores(torch.autograd.Function):
     def backward(ctx, logprob_grad_N, entropy_grad_N):
         """d log p(target) / dl_v = [v is the target] - p_v and dH / dl_v = -p_v (log p_v + H)."""
         hidden_NC, weight_VC, targets_N, normalizer_N, entropy_N = ctx.saved_tensors
-        hidden_grad_NC, weight_grad_VC = (
-            torch.zeros_like(hidden_NC, dtype=normalizer_N.dtype),
-            torch.empty_like(weight_VC),
-        )
+        hidden_grad_NC = torch.zeros_like(hidden_NC, dtype=normalizer_N.dtype)
+        weight_grad_VC = torch.empty_like(weight_VC) if ctx.needs_input_grad[1] else None
         for start, weight_vC, logits_Nv in sliced_logits(hidden_NC, weight_VC, ctx.temperature):
             inside_N, column_N1 = locate(targets_N, start, logits_Nv)
             logp_Nv = logits_Nv.sub_(normalizer_N[:, None])
@@ -120,6 +118,8 @@ class TokenScores(torch.autograd.Function):
             )
             grad_Nv = (grad_Nv if ctx.temperature == 1 else grad_Nv.div_(ctx.temperature)).to(hidden_NC.dtype)
             hidden_grad_NC += grad_Nv @ weight_vC
+            if weight_grad_VC is None:  # a frozen head
+                continue
             weight_grad_vC = weight_grad_VC[start : start + len(weight_vC)]
             if weight_vC.dtype == weight_VC.dtype:
                 torch.mm(grad_Nv.T, hidden_NC, out=weight_grad_vC)

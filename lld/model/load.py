@@ -1,6 +1,7 @@
 """The Hugging Face model and its tokenizer: opens them and checks that they fit."""
 
 import copy
+import dataclasses
 import os
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from lld.config import Model
-from lld.model import attention
+from lld.model import adapters, attention
 from lld.model.folder import check_folder
 from lld.model.joined import join_weights
 
@@ -48,11 +49,12 @@ def load_tokenizer(options: Model):
 
 
 def read_shape(options: Model) -> PreTrainedConfig:
-    """The model's config.json, with this project's attention.
+    """The config.json of the model, or of the base of adapters, with this project's attention.
 
     The file's own choice of attention is overwritten: it may name a kernel on the hub, which is code.
     """
-    shape = AutoConfig.from_pretrained(options.path, trust_remote_code=options.trust_remote_code)
+    path = adapters.base_of(options.path) or options.path
+    shape = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
     shape._attn_implementation = attention.NAME
     if getattr(shape, "quantization_config", None):
         raise ValueError(
@@ -67,9 +69,19 @@ def load_lm(options: Model):
 
     In bfloat16, weights would round away every update at a learning rate of 1e-6; the computation may be
     bf16, by autocast. Attention is that of lld/model/attention.py, which supports the engine's cache and
-    packed rows. Raises ValueError where weights are missing, damaged or of another shape: transformers would
-    fill the gaps with random numbers.
+    packed rows. Adapters in a folder are added to the weights of their base, which is opened by the name
+    that the folder gives. Raises ValueError where weights are missing, damaged or of another shape:
+    transformers would fill the gaps with random numbers.
     """
+    base = adapters.base_of(options.path)
+    if base is not None:
+        try:
+            lm = load_lm(dataclasses.replace(options, path=base))
+        except ValueError as error:
+            raise ValueError(
+                f"{options.path} holds adapters of {base!r}, which cannot be opened: {error}"
+            ) from None
+        return adapters.merge(lm, Path(options.path))
     # Accelerate's launcher turns this on, and then transformers loads weights in one process only
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     try:
@@ -85,6 +97,11 @@ def load_lm(options: Model):
         raise ValueError(
             f"cannot load the weights of model.path = {options.path!r}: {type(error).__name__}: {error}"
         ) from None
+    if adapters.has(lm):
+        raise ValueError(
+            f"model.path = {options.path!r} holds adapters on the hub: give a folder, "
+            f"`hf download {options.path} --local-dir DIR`"
+        )
     wrong = sorted(
         str(key) for kind in ("missing_keys", "mismatched_keys", "unexpected_keys") for key in found[kind]
     )

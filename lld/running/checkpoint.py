@@ -1,6 +1,7 @@
 """Save, find and resume checkpoints: atomic, and exact on resume.
 
-A checkpoint is a Hugging Face folder that `from_pretrained` opens, plus `trainer_state.pt` with what an exact
+A checkpoint is a Hugging Face folder that `from_pretrained` opens (of a run with LoRA: one of adapters, in
+peft's format), plus `trainer_state.pt` with what an exact
 restart needs: optimizer moments, the step (which determines learning rate, data position and the seed of
 every episode), torch's RNG state, and the snapshots that LLDS may compare with. In a sharded run each process
 writes its shard of moments and snapshots to its own file, `shard_RANK-of-NUMBER.pt`
@@ -234,7 +235,8 @@ def read_manifest(folder: Path) -> dict:
     if not isinstance(files, dict):
         raise ValueError(f"{path} is damaged (it lists no files): {remedy}")
     present = {item.name for item in folder.iterdir() if item.suffix in READ and item.name != "manifest.json"}
-    missing = sorted((present | {"config.json", "trainer_state.pt"}) - files.keys())
+    described = {"adapter_config.json"} & files.keys() or {"config.json"}
+    missing = sorted((present | described | {"trainer_state.pt"}) - files.keys())
     if missing or not any(name.endswith(".safetensors") for name in files):
         raise ValueError(
             f"{path} does not list {missing[0] if missing else 'any weights'}: the list or the folder was "

@@ -69,13 +69,14 @@ class OffloadedAdamW(torch.optim.AdamW):
 
 
 def make(policy: nn.Module, options: Optim, dtype: torch.dtype) -> torch.optim.Optimizer:
-    """Makes the optimizer named by `optim.name`, at learning rate 0.
+    """Makes the optimizer named by `optim.name`, at learning rate 0, of the weights that are not frozen.
 
     "adamw_offload" casts the policy's weights to `dtype` in place.
     """
+    weights = [weight for weight in policy.parameters() if weight.requires_grad]
     common = {"lr": 0.0, "betas": options.betas, "weight_decay": options.weight_decay}
     if options.name == "adamw_offload":
-        return OffloadedAdamW(policy.parameters(), dtype, **common)
+        return OffloadedAdamW(weights, dtype, **common)
     if options.name == "adamw_8bit":
         try:
             from bitsandbytes.optim import AdamW8bit
@@ -84,9 +85,9 @@ def make(policy: nn.Module, options: Optim, dtype: torch.dtype) -> torch.optim.O
                 "optim.name = 'adamw_8bit' needs bitsandbytes: pip install -r requirements-8bit.txt, or "
                 f"use adamw or adamw_offload ({error})"
             ) from None
-        return AdamW8bit(policy.parameters(), **common)
+        return AdamW8bit(weights, **common)
     # torch's default (foreach) would hold the square roots of all second moments at once: 4 bytes a weight.
-    return torch.optim.AdamW(policy.parameters(), fused=True, **common)
+    return torch.optim.AdamW(weights, fused=True, **common)
 
 
 def weight_dtype(options: Optim, mixed_precision: str) -> torch.dtype:

@@ -732,7 +732,13 @@ def format_times(cfg: config.Config, shape: Shape, setup: Setup) -> list[str]:
 
 
 def refuse_combination(cfg: config.Config, setup: Setup) -> None:
-    """Raises ValueError for an optimizer that cannot train sharded weights, or not under DDP."""
+    """Raises ValueError for adapters or an optimizer that cannot train sharded weights, or not under DDP."""
+    if setup.sharded and cfg.model.lora_rank > 0:
+        raise ValueError(
+            f"model.lora_rank = {cfg.model.lora_rank} with sharded weights: a group of FSDP cannot hold "
+            "frozen bf16 weights and float32 adapters; launch without FSDP (each GPU holds the whole model, "
+            "in bf16), or train all weights (model.lora_rank=0)"
+        )
     if setup.sharded and cfg.optim.name != "adamw":
         raise ValueError(
             f"optim.name = {cfg.optim.name!r} works on whole weights, and here they are sharded: use adamw "

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 PLACES, BLOCK = 64, 4096
 TOKENIZER, WEIGHTS = (
     ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.jinja", "special_tokens_map.json"),
-    ("*.safetensors", "*.bin", "config.json", "generation_config.json"),
+    ("*.safetensors", "*.bin", "config.json", "adapter_config.json", "generation_config.json"),
 )
 
 
@@ -124,12 +124,15 @@ def read(run_dir: Path) -> dict:
     return runs.parse_json(path.read_bytes(), str(path), remedy) if path.is_file() else {}
 
 
-def check_input(run_dir: Path, now: dict[str, str], kl_weight: float) -> None:
-    """Raises ValueError if the input of a run to be resumed has changed."""
+def check_input(run_dir: Path, now: dict[str, str], reads_start: bool) -> None:
+    """Raises ValueError if the input of a run to be resumed has changed.
+
+    reads_start: whether the start policy is still read, for the KL term or as the base of adapters. If it is
+    not, the weights come from the checkpoint alone.
+    """
     before = read(run_dir).get("inputs", {})
     for name, value in now.items():
-        # Without the KL term the start policy is not read: the weights come from the checkpoint.
-        matters = name != "start policy" or kl_weight > 0
+        matters = name != "start policy" or reads_start
         if matters and before.get(name, value) != value:
             raise ValueError(
                 f"--resume: the {name} of {run_dir} changed since the run began (fingerprint {before[name]}, "

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from lld.episode import Batch, Episode
 from lld.loss import answer_beta
 from lld.record import metrics, monitor, phases, runs, sentinel, trajectories
-from lld.running import checkpoint, sharding
+from lld.running import checkpoint, lora, sharding
 from lld.running.run import Run
 from lld.running.saving import best_of, trainer_state
 from lld.update import Scores, learning_rate, score_batch
@@ -42,7 +42,11 @@ def prepare_update(run: Run, step: int, episodes: list[Episode], lr: float) -> N
     num_snapshots = run.cfg.loss.lld_lag_steps + 1
     if num_snapshots > 1:
         run.snapshots = [*run.snapshots, sharding.snapshot(run.models.bare)][-num_snapshots:]
-        sharding.restore(run.accelerator.unwrap_model(run.models.anchor), run.snapshots[0])
+        anchor = run.models.anchor
+        if isinstance(anchor, lora.Older):
+            anchor.weights = run.snapshots[0]
+        else:
+            sharding.restore(run.accelerator.unwrap_model(anchor), run.snapshots[0])
     for group in run.optimizer.param_groups:
         group["lr"] = lr
 

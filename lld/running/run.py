@@ -1,6 +1,6 @@
 """A run of train.py: what was opened for it (running/setup.py), and the state that changes with each step."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,15 +25,16 @@ class Models:
     policy: the one that is trained, under DDP or sharded where there are several processes;
     bare: the `Policy` inside `policy`; lm: the language model inside `bare`;
     rollout_copy: the engine's copy of `lm`, None where the engine reads `lm` itself;
-    reference: frozen, for the KL term, or None; anchor: frozen, an older policy for LLDS, or None.
+    reference: frozen, for the KL term, or None; anchor: frozen, an older policy for LLDS, or None. With
+    adapters these two are views of `bare` (running/lora.py).
     """
 
     policy: torch.nn.Module
     bare: Policy
     lm: torch.nn.Module
     rollout_copy: torch.nn.Module | None
-    reference: torch.nn.Module | None
-    anchor: torch.nn.Module | None
+    reference: Callable | None
+    anchor: Callable | None
 
 
 @dataclass

@@ -18,13 +18,25 @@ from lld import protocol, settings
 from lld.config import Config, Model
 from lld.data import load_benchmark, load_questions
 from lld.episode import Batch, Question
+from lld.model import adapters
 from lld.model.load import check_fit, load_lm, load_tokenizer, read_shape
 from lld.policy import Policy
 from lld.record.metrics import Timed
 from lld.record.phases import Detector
 from lld.retrieval.client import check_health, make_search
 from lld.rollout import check_prompts
-from lld.running import checkpoint, crashbox, dry_row, lock, optimizers, plan, provenance, recording, sharding
+from lld.running import (
+    checkpoint,
+    crashbox,
+    dry_row,
+    lock,
+    lora,
+    optimizers,
+    plan,
+    provenance,
+    recording,
+    sharding,
+)
 from lld.running.run import Models, Progress, Recorder, Run
 from lld.running.survive import PATIENCE, Guard
 
@@ -47,7 +59,8 @@ def open_run(guard: Guard, cfg: Config, resume: bool, box: Path | None = None) -
         fingerprint = getattr(search.search, "fingerprint", None)
         inputs = provenance.of_input(cfg, questions, held_out, fingerprint)
     if resume:
-        provenance.check_input(Path(cfg.run.dir), inputs, cfg.loss.kl_weight)
+        reads_start = cfg.loss.kl_weight > 0 or cfg.model.lora_rank > 0
+        provenance.check_input(Path(cfg.run.dir), inputs, reads_start)
     plan.check(cfg)
     models, optimizer = load_models(cfg, accelerator, tokenizer, resumed, plays=box is None)
     run = Run(
@@ -193,6 +206,8 @@ def load_models(
 
     Each process loads one full float32 model at a time, and moves or shards it before it loads the next.
     """
+    if cfg.model.lora_rank:
+        return lora.load_models(cfg, accelerator, tokenizer, resumed, plays)
     sharded = sharding.is_asked(accelerator)
     start = cfg.model if resumed is None else dataclasses.replace(cfg.model, path=str(resumed))
     lm = load_lm(start)
@@ -272,6 +287,9 @@ def begin_session(run: Run, inputs: dict[str, str]) -> None:
 def expected_shapes(options: Model) -> dict[str, torch.Tensor]:
     """The state_dict of a model of `options.path` on the meta device: shapes without memory."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
+        lm = AutoModelForCausalLM.from_config(
             read_shape(options), trust_remote_code=options.trust_remote_code
-        ).state_dict()
+        )
+        if options.lora_rank:
+            adapters.add(lm, options)
+        return lm.state_dict()

@@ -14,6 +14,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from lld.model import adapters
 from lld.model.load import engine_model
 from lld.policy import Policy
 
@@ -95,10 +96,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def parameters(policy) -> dict[str, torch.Tensor]:
-    """The language model's parameters by name, tied ones once; as shards if the policy is sharded."""
+    """The language model's parameters by name, tied ones once; as shards if the policy is sharded.
+
+    Where some are frozen (lld/running/lora.py), only the others.
+    """
     if is_sharded(policy):
         policy.reshard()  # a pass without gradients leaves the root group gathered
-    return {name.removeprefix("lm."): weight for name, weight in policy.named_parameters()}
+    found = {name.removeprefix("lm."): weight for name, weight in policy.named_parameters()}
+    return {name: weight for name, weight in found.items() if weight.requires_grad} or found
 
 
 def shapes(policy) -> dict[str, list[int]]:
@@ -145,7 +150,14 @@ def rollout_copy(lm, accelerator: Accelerator):
 
 @torch.no_grad()
 def refresh(twin, policy, device) -> None:
-    """Copies the policy's weights into the rollout copy, one parameter at a time. A collective."""
+    """Copies the policy's weights into the rollout copy, one parameter at a time. A collective.
+
+    Adapters are added to the weights that they belong to.
+    """
+    for name, weight in adapters.merged_weights(policy.lm):
+        twin.get_submodule(name).weight.copy_(weight)
+    if adapters.has(policy.lm):
+        return
     for name, weight in parameters(policy).items():
         mine = twin.get_parameter(name)
         mine.copy_(whole(weight, device, mine.dtype))
