@@ -1,6 +1,7 @@
 """Questions: every file form gives the same questions, every defect is named with its place, and a step's
 draw is a pure function."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from lld.data import __main__ as program
 from lld.data import load_questions, questions_of_step
 from lld.episode import Question
 from lld.protocol import question_prompt
@@ -316,6 +318,87 @@ def test_a_source_without_rows_is_refused_even_beside_one_that_has_some(tmp_path
             ValueError, match=r"qa\.jsonl has no rows of source 'squad': its sources are hotpotqa, nq"
         ):
             load_questions(where, sources=sources)
+
+
+# ---- python -m lld.data check
+
+
+def check(path, capsys) -> tuple[int, str]:
+    code = program.main(["check", str(path)])
+    return code, "".join(capsys.readouterr())
+
+
+def test_check_lists_every_problem_with_its_line_and_the_wanted_row_once(tmp_path, capsys):
+    bad = [{"id": "7", "question": "q"}, '{"id"', flashrag(), *[{"id": str(n)} for n in range(10)]]
+    where = write_jsonl(tmp_path / "mine.jsonl", flashrag(), flashrag("8", data_source="b\x1b[1m"), *bad)
+    code, told = check(where, capsys)
+    lines = told.splitlines()
+    assert code == 2
+    assert lines[0] == (
+        f"{where}: 2 questions can be used, 13 rows cannot; sources: 'mine' (1), 'b\\x1b[1m' (1)"
+    )
+    assert [line.split()[2] for line in lines[1:11]] == [f"{n}:" if n != 4 else "4" for n in range(3, 13)]
+    assert "missing field 'golden_answers'" in lines[1] and "already that of" in lines[3]
+    assert lines[11:] == [
+        "  … and 3 more",
+        "a row of questions is such as",
+        '  {"id": "1", "question": "Who wrote Emma?", "golden_answers": ["Jane Austen"]}',
+    ]
+
+
+def test_check_reads_good_files_as_a_run_would(tmp_path, capsys):
+    where = write_parquet(tmp_path / "train.parquet", search_r1("nq", 0, "who wrote Emma", ["Jane Austen"]))
+    assert check(where, capsys) == (
+        0,
+        f"{where}: 1 questions can be used, 0 rows cannot; sources: 'nq' (1)\n",
+    )
+    passages = [{"id": str(n), "contents": f'"Title {n}"\ntext'} for n in range(3)]
+    write_jsonl(tmp_path / "c.jsonl", *passages)
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress((tmp_path / "c.jsonl").read_bytes()))
+    for name in ("c.jsonl", "c.jsonl.gz"):
+        code, told = check(tmp_path / name, capsys)
+        assert code == 0 and told.endswith(
+            f"{name}: 3 passages can be used, 0 rows cannot; 3 with a title in quotes as their first line, "
+            "14 characters on average\n"
+        )
+
+
+def test_check_of_passages_names_bad_lines_and_repeated_ids(tmp_path, capsys):
+    write_jsonl(
+        tmp_path / "c.jsonl",
+        {"id": "a", "contents": "no title"},
+        {"id": "b", "contents": " "},
+        {"id": "a", "contents": '"T"\ntext'},
+        {"text": "other"},
+    )
+    code, told = check(tmp_path / "c.jsonl", capsys)
+    assert code == 2 and "1 passages can be used, 3 rows cannot; 1 with a title" in told
+    assert "line 2: " in told and "line 4: " in told and "line 3: id 'a' was used on line 1" in told
+    assert told.endswith(
+        '{"id": "0", "contents": "\\"Emma (novel)\\"\\nEmma is a novel written by Jane Austen."}\n'
+    )
+    wanted = json.loads(told.splitlines()[-1])
+    assert wanted["contents"].split("\n") == ['"Emma (novel)"', "Emma is a novel written by Jane Austen."]
+
+
+def test_check_of_a_file_of_neither_kind_shows_both_rows(tmp_path, capsys):
+    write_jsonl(tmp_path / "x.jsonl", {"prediction": 1}, "[]", "hm")
+    write_jsonl(tmp_path / "empty.jsonl", "")
+    (tmp_path / "x.csv").write_text("id,question\n")
+    (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(b'{"id": "1", "contents": "x"}' * 9)[:-9])
+    (tmp_path / "q.jsonl.gz").write_bytes(gzip.compress(json.dumps(flashrag()).encode()))
+    for name, message in {
+        "x.jsonl": "none of its first 1000 lines holds an object with a known field",
+        "empty.jsonl": "none of its first 1000 lines",
+        "x.csv": "is neither .jsonl",
+        "torn.jsonl.gz": "cannot unpack",
+        "q.jsonl.gz": "unpack the file",
+        "none.jsonl": "no file",
+    }.items():
+        code, told = check(tmp_path / name, capsys)
+        assert code == 2 and message in told, name
+        both = "a row of questions is such as" in told and "a row of passages is such as" in told
+        assert both == (name in ("x.jsonl", "empty.jsonl", "x.csv")), name
 
 
 # ---- which questions belong to a step
