@@ -231,9 +231,9 @@ class Monitor:
     # Steps between logs of whole groups, token by token; 0 never
     trajectories_every: int = 10
     trajectories_questions: int = 4  # groups in such a log
-    # Save and stop when this phase or a later one begins: decay (2), acceleration (3), collapse (4); 0 never
+    # Save and stop when this phase or a later one begins: flattening (2), spiral (3), collapse (4); 0 never
     stop_in_phase: Literal[0, 2, 3, 4] = 0
-    # Rollouts kept for a crash box, which is written when decay, acceleration or collapse begins; 0 none
+    # Rollouts kept for a crash box, which is written when flattening, spiral or collapse begins; 0 none
     crash_box: int = 0
 
 

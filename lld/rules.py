@@ -107,7 +107,6 @@ def validate(cfg: Config) -> None:
     check_adapters(cfg)
     check_reward(cfg)
     check_evaluation(cfg)
-    check_monitor(cfg)
     check_retriever(cfg)
     check_search_in_process(cfg)
     check_plan(cfg)
@@ -300,18 +299,6 @@ def check_evaluation(cfg: Config) -> None:
     for name in cfg.eval.during_training:
         if name not in cfg.eval.benchmarks:
             raise ValueError(f"eval.during_training names {name!r}: {nearest(name, cfg.eval.benchmarks)}")
-
-
-def check_monitor(cfg: Config) -> None:
-    monitor = cfg.monitor
-    sees_displacement = cfg.optim.updates_per_rollout > 1 or monitor.rescore_every > 0
-    if monitor.stop_in_phase in (2, 3) and not sees_displacement:
-        raise ValueError(
-            f"monitor.stop_in_phase = {monitor.stop_in_phase} with optim.updates_per_rollout = 1 and "
-            "monitor.rescore_every = 0 would never act: displacement is then seen only where a rollout is "
-            "re-scored; set monitor.rescore_every, 1 for every step, "
-            "or stop at 4 (collapse), which needs none"
-        )
 
 
 def check_retriever(cfg: Config) -> None:

@@ -178,14 +178,6 @@ def test_the_defaults_are_the_papers():
             "cannot act: at the only update the policy still is the old policy",
         ),
         (
-            {
-                "optim": {"updates_per_rollout": 1},
-                "loss": {"lld_weight": 0.0},
-                "monitor": {"stop_in_phase": 2, "rescore_every": 0},
-            },
-            "would never act: displacement is then seen only where a rollout is re-scored",
-        ),
-        (
             {"loss": {"lld_weight": 0.0, "lld_lag_steps": 2}},
             "loss.lld_lag_steps = 2 does nothing with loss.lld_weight = 0",
         ),

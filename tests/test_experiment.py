@@ -1,7 +1,6 @@
 """Experiments: grids are checked before anything runs, runs are resumed and not repeated, and the numbers are
 those of a hand."""
 
-import csv
 import json
 import math
 import os
@@ -16,7 +15,8 @@ from conftest import ROOT
 
 from lld import settings
 from lld.experiment import figure as outcome_figure
-from lld.experiment import grid, outcomes, runner
+from lld.experiment import grid, intervals, outcomes, runner, tables
+from lld.record import runs
 
 FAKE_TRAIN = """
 import json, os, sys, time
@@ -38,8 +38,7 @@ for step in range(len(path.read_text().splitlines()) if path.exists() else 0, cf
         sys.exit("seed 7 is cursed")
     if cfg.run.seed == 9:
         time.sleep(60)
-    row = {"step": step, "reward/mean": 0.5, "displacement/correct": -0.02}
-    row |= {"entropy": 0.1, "grad_norm_max": 2.0, "skipped_updates": 0}
+    row = {"step": step, "reward/mean": 0.5, "em": 0.5, "entropy/incorrect": 0.4, "time/step_s": 0.25}
     if step + 1 == cfg.run.steps:
         row["eval/nq/em"] = 0.5 + cfg.loss.lld_weight + cfg.run.seed / 100
     with open(path, "a") as file:
@@ -58,6 +57,7 @@ def tree_of(folder, **changes):
     tree = {
         "base": str(folder / "base.yaml"),
         "out": str(folder / "out"),
+        "record": str(folder / "runs.csv"),
         "steps": 12,
         "seeds": [0, 1],
         "learning_rates": ["1e-4"],
@@ -111,7 +111,7 @@ def test_every_point_of_the_grid_becomes_a_checked_run_seed_by_seed(tmp_path):
         run.cfg.run.steps,
         run.cfg.run.seed,
     ) == (2.5e-4, 0.2, 0.0, 12, 0)
-    assert run.cfg.run.dir == str(tmp_path / "out/plain/action-lr2.5e-4-s0") and planned.reference == "grpo"
+    assert run.cfg.run.dir == str(tmp_path / "out/plain/action-lr2.5e-4-s0")
 
 
 def test_blocks_cross_only_what_they_name(tmp_path):
@@ -152,6 +152,7 @@ def test_every_path_inside_the_tiny_world_moves_to_the_world_of_the_run():
     [
         ({"arm": {}}, "unknown name 'arm'"),
         ({"base": "left out"}, "base = None"),
+        ({"record": "left out"}, "record = None"),
         ({"arms": [["loss.lld_weight=0"]]}, "give each a name"),
         ({"arms": {"a/b": None}}, "'a/b' cannot name a folder"),
         ({"arms": {"grpo": {"lld_weight": 0}}}, "arms.grpo"),
@@ -172,7 +173,9 @@ def test_every_path_inside_the_tiny_world_moves_to_the_world_of_the_run():
         ({"grids": [{"lr": ["1e-4"]}]}, "grids[0]: unknown name 'lr'"),
         ({"grids": [{}, {"options": ["loss.kl_weight=0"]}]}, "two blocks ask for plain/grpo-lr1e-4-s0"),
         ({"options": ["optim.lr=1e-3"]}, "'optim.lr=1e-3' does nothing: the experiment sets this option"),
-        ({"reference": "ppo"}, "'ppo', which is not among the arms"),
+        ({"pairs": [["grpo", "ppo"]]}, "pairs names 'ppo', which is not among the arms"),
+        ({"pairs": ["grpo"]}, "must be a list of [arm, arm it is compared with]"),
+        ({"law": "grpo"}, "law = 'grpo': must be a list of arms"),
     ],
 )
 def test_mistakes_are_refused_with_their_place_before_anything_runs(
@@ -197,43 +200,82 @@ def test_finished_runs_are_skipped_and_half_finished_ones_continue(tmp_path, cap
         "grpo-lr1e-4-s0",
         "grpo-lr1e-4-s1",
     ]
-    assert "seeds 0, 1, commit abcdef0" in capsys.readouterr().out
-    metrics = tmp_path / "out/plain/grpo-lr1e-4-s1/metrics.jsonl"
-    metrics.write_text("".join(line + "\n" for line in metrics.read_text().splitlines()[:5]))
-    assert runner.main([str(path), "--jobs", "2"], fake_train) == 0
-    assert started(tmp_path)[4:] == ["grpo-lr1e-4-s1"]  # with --resume, which the stand-in insists on
-    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(12))
-    runner.main([str(path)], fake_train)
-    assert len(started(tmp_path)) == 5
+    assert "4 of 4 runs played, 0 others" in (printed := capsys.readouterr().out)
+    assert "commit abcdef0" in printed
+    rows = outcomes.read_record(tmp_path / "runs.csv")
+    assert {(row["arm"], row["seed"]): row["held_out_end"] for row in rows} == {
+        ("grpo", 0): 0.5,
+        ("grpo", 1): 0.51,
+        ("action", 0): 0.7,
+        ("action", 1): 0.71,
+    }
+    assert all(row["seconds"] == 3.0 and row["steps"] == 12 and row["rate"] == "1e-4" for row in rows)
+    assert {row["options"] for row in rows if row["arm"] == "grpo"} == {"loss.lld_weight=0"}
     # One thread a run
     assert all(
         line.split()[2] == "1" for line in (tmp_path / "out/plain/started.txt").read_text().splitlines()
     )
+    # Another machine has the record and no folder: nothing is repeated
+    assert runner.main([str(path), "--out", str(tmp_path / "else")], fake_train) == 0
+    assert not (tmp_path / "else/plain").exists()
+    # A killed experiment: one run was not recorded yet, one is half done
+    lines = (tmp_path / "runs.csv").read_text().splitlines()
+    (tmp_path / "runs.csv").write_text("".join(line + "\n" for line in lines[:3]))
+    lost = [row["arm"] + f"-lr1e-4-s{row['seed']}" for row in rows[2:]]
+    metrics = tmp_path / "out/plain" / lost[1] / "metrics.jsonl"
+    metrics.write_text("".join(line + "\n" for line in metrics.read_text().splitlines()[:5]))
+    assert runner.main([str(path)], fake_train) == 0
+    assert started(tmp_path)[4:] == lost[1:]  # with --resume, which the stand-in insists on
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(12))
+    assert sorted((tmp_path / "runs.csv").read_text().splitlines()) == sorted(lines)
 
 
-def test_a_run_whose_last_evaluation_was_cut_short_is_not_finished(tmp_path, capsys, fake_train):
+def test_a_run_whose_last_evaluation_was_cut_short_is_not_finished(tmp_path, fake_train):
     """A signal in the last evaluation: the row is there, the evaluation is made up by --resume."""
     path = write_experiment(tmp_path)
     assert runner.main([str(path)], script=fake_train) == 0
     (run,) = [run for run in grid.load_experiment(path).runs if run.name == "plain/action-lr1e-4-s1"]
     log = run.folder / "metrics.jsonl"
-    lines = log.read_text().splitlines()
-    log.write_text(
-        "".join(
-            line + "\n"
-            for line in [
-                *lines[:-1],
-                json.dumps(
-                    {name: value for name, value in json.loads(lines[-1]).items() if "eval" not in name}
-                ),
-            ]
-        )
-    )
+    *lines, last = log.read_text().splitlines()
+    last = {name: value for name, value in json.loads(last).items() if "eval" not in name}
+    log.write_text("".join(line + "\n" for line in [*lines, json.dumps(last)]))
     assert not run.finished()
-    assert (
-        runner.main([str(path), "--table-only"], script=fake_train) == 0
-        and "3 of 4 runs finished" in capsys.readouterr().out
-    )
+
+
+def test_a_fingerprint_tells_options_that_matter_and_no_folders(tmp_path):
+    def fingerprints(**changes):
+        path = write_experiment(tmp_path, **changes)
+        return [run.fingerprint for run in grid.load_experiment(path).runs]
+
+    first = fingerprints()
+    assert len(set(first)) == 4
+    assert fingerprints(out=str(tmp_path / "x"), options=["run.save_every=7"]) == first
+    # An option with its default is no other option
+    assert fingerprints(arms={"a": ["loss.lld_weight=0"], "b": None}) == first
+    for changes in ({"steps": 13}, {"options": ["loss.clip_high=0.3"]}, {"learning_rates": ["2e-4"]}):
+        assert not set(fingerprints(**changes)) & set(first), changes
+
+
+def test_only_some_runs_and_tables_without_runs(tmp_path, capsys, fake_train):
+    path = write_experiment(tmp_path)
+    assert runner.main([str(path), "--tables"], fake_train) == 2
+    assert "no run of this experiment is in" in capsys.readouterr().err
+    assert runner.main([str(path), "--only", "*-s0"], fake_train) == 0
+    assert sorted(started(tmp_path)) == ["action-lr1e-4-s0", "grpo-lr1e-4-s0"]
+    assert runner.main([str(path), "--only", "nothing"], fake_train) == 2
+    assert "the first is plain/grpo-lr1e-4-s0" in capsys.readouterr().err
+    assert runner.main([str(path), "--tables"], fake_train) == 0
+    assert "2 of 4 runs played" in capsys.readouterr().out and len(started(tmp_path)) == 2
+
+
+def test_a_damaged_record_is_named(tmp_path):
+    path = tmp_path / "runs.csv"
+    path.write_text("world,arm,rate,seed,steps,fingerprint\neasy,grpo,1e-4,0,10\n")
+    with pytest.raises(ValueError, match="line 2 is damaged"):
+        outcomes.read_record(path)
+    path.write_text("world,arm,rate,seed,steps,fingerprint,em_end\neasy,grpo,1e-4,0,10,ab,much\n")
+    with pytest.raises(ValueError, match="em_end = 'much' is no number"):
+        outcomes.read_record(path)
 
 
 def test_a_failed_run_shows_its_log_and_does_not_stop_the_others(tmp_path, capsys, fake_train):
@@ -241,24 +283,14 @@ def test_a_failed_run_shows_its_log_and_does_not_stop_the_others(tmp_path, capsy
     assert runner.main([str(path), "--jobs", "1"], fake_train) == 1
     printed = capsys.readouterr()
     assert printed.err.count("seed 7 is cursed") == 2 and "plain/grpo-lr1e-4-s7 failed" in printed.err
-    assert "2 of 4 runs finished" in printed.out
+    assert "2 of 4 runs played" in printed.out
 
 
 def test_a_run_made_with_other_options_is_not_counted_as_this_one(tmp_path, capsys, fake_train):
     runner.main([str(write_experiment(tmp_path))], fake_train)
-    assert (
-        runner.main(
-            [str(write_experiment(tmp_path, options=["loss.clip_high=0.3"])), "--table-only"], fake_train
-        )
-        == 2
-    )
+    assert runner.main([str(write_experiment(tmp_path, options=["loss.clip_high=0.3"]))], fake_train) == 2
     assert "was made with loss.clip_high = 0.2, and 0.3 is asked for now" in capsys.readouterr().err
-    assert (
-        runner.main(
-            [str(write_experiment(tmp_path, options=["run.save_every=7"])), "--table-only"], fake_train
-        )
-        == 0
-    )
+    assert runner.main([str(write_experiment(tmp_path, options=["run.save_every=7"]))], fake_train) == 0
 
 
 def test_what_a_resumed_run_may_change_makes_it_no_other_run():
@@ -314,22 +346,58 @@ def test_a_world_is_made_once_before_its_runs(tmp_path, monkeypatch, fake_train)
 # statistics
 
 
-def test_interval_by_hand():
-    mean, half = outcomes.mean_interval([1.0, 2.0, 3.0, 4.0, 5.0])
+def test_intervals_by_hand():
+    mean, half = intervals.mean_interval([1.0, 2.0, 3.0, 4.0, 5.0])
     # Variance 10 / 4, t with 4 degrees
     assert mean == 3.0 and half == pytest.approx(2.776 * math.sqrt(2.5) / math.sqrt(5))
     # Sd 0.2 sqrt 2, over sqrt 2
-    assert outcomes.mean_interval([0.2, 0.6]) == (0.4, pytest.approx(12.706 * 0.2))
-    assert outcomes.mean_interval([0.7]) == (0.7, None)
-    assert (
-        outcomes.cell([0.5, None, 0.5]) == "0.50 ± 0.00 [2]"
-        and outcomes.cell([None]) == "–"
-        and outcomes.cell([0.25], signed=True) == "+0.25"
+    assert intervals.mean_interval([0.2, 0.6]) == (0.4, pytest.approx(12.706 * 0.2))
+    assert intervals.mean_interval([0.7]) == (0.7, None)
+    # None of five: (1 - p)^5 = .025; the tables of Clopper and Pearson give .478, and .284 to .995 for 4 of 5
+    assert intervals.share_interval(0, 5) == (0.0, pytest.approx(1 - 0.025**0.2))
+    assert intervals.share_interval(5, 5) == (pytest.approx(0.025**0.2), 1.0)
+    assert intervals.share_interval(4, 5) == (
+        pytest.approx(0.2836, abs=1e-4),
+        pytest.approx(0.9949, abs=1e-4),
     )
 
 
+def test_exact_tests_by_hand():
+    # Five of five against none of five: the two extreme ones of C(10, 5) = 252 tables
+    assert intervals.fisher_p(5, 5, 0, 5) == pytest.approx(2 / 252)
+    # Fisher's tea: 3 of 4 against 1 of 4, p = (16 + 1 + 16 + 1) / 70
+    assert intervals.fisher_p(3, 4, 1, 4) == pytest.approx(34 / 70)
+    assert intervals.fisher_p(2, 5, 2, 5) == pytest.approx(1.0)
+    # All five differences positive: only all signs alike are as far out
+    assert intervals.sign_flip_p([0.1, 0.2, 0.1, 0.3, 0.2]) == 2 / 32
+    # |0.1| or more: of the sums ±.3±.2, all four
+    assert intervals.sign_flip_p([0.3, -0.2]) == 1.0 and intervals.sign_flip_p([]) is None
+    assert intervals.swap_p([1, 2, 3, 4, 5], [6, 7, 8, 9, 10]) == pytest.approx(2 / 252)
+    # Means 1.5 and 3.5 are as far apart as {1, 2} can be; {1, 3}, {2, 3}, … are nearer
+    assert intervals.swap_p([1, 2], [3, 4]) == pytest.approx(2 / 6) and intervals.swap_p([], [1.0]) is None
+
+
+def test_the_fit_finds_a_law_in_spite_of_runs_that_were_cut_off():
+    """onset = 40 / (cut * rate) with 10 % of scatter; a third of the runs end before it."""
+    noise = [0.1, -0.1, 0.05, -0.05, 0.12, -0.12] * 2
+    points = [(cut, rate) for cut in (0.05, 0.1, 0.2) for rate in (1, 2, 4, 8)]
+    onsets = [40 / (cut * rate) * math.exp(e) for (cut, rate), e in zip(points, noise, strict=True)]
+    factors = [[math.log(cut), math.log(rate)] for cut, rate in points]
+    seen = [onset < 200 for onset in onsets]
+    assert 3 <= seen.count(False) <= 5
+    fit = intervals.survival_fit(factors, [min(onset, 200) for onset in onsets], seen)
+    for value, half, truth in zip(fit.coefficients, fit.halves, (math.log(40), -1, -1), strict=True):
+        assert abs(value - truth) < half < 0.5
+    # Without the runs that were cut off the law is flatter, and none is found in too few onsets
+    kept = [index for index, happened in enumerate(seen) if happened]
+    naive = intervals.survival_fit([factors[i] for i in kept], [onsets[i] for i in kept], [True] * len(kept))
+    assert naive is not None and abs(naive.coefficients[1] + 1) < 0.5
+    assert intervals.survival_fit(factors[:3], onsets[:3], [True] * 3) is None
+    assert intervals.survival_fit([[1.0]] * 9, onsets[:9], [True] * 9) is None  # one point: no slope
+
+
 def collapse_of(rewards):
-    return outcomes.find_collapse(range(len(rewards)), rewards)
+    return runs.find_collapse(range(len(rewards)), rewards)
 
 
 def test_collapse_by_hand():
@@ -367,181 +435,113 @@ def test_the_fall_is_dated_from_its_unbroken_part():
     assert collapse_of(rewards)["falling_step"] == 47 and collapse_of(rewards)["collapse_step"] == 51
 
 
-def rows_of(rewards, **series):
-    rows = [{"step": step, "reward/mean": reward} for step, reward in enumerate(rewards)]
-    for name, values in series.items():
-        for row, value in zip(rows, values, strict=True):
-            if value is not None:
-                row[
-                    {
-                        "em": "eval/tiny/em",
-                        "likelihood": "likelihood/correct_old",
-                        "displacement": "displacement/correct",
-                        "final": "final/displacement/correct",
-                    }.get(name, name)
-                ] = value
-    return rows
+def test_a_run_fell_if_its_end_is_below_three_quarters_of_its_best_level():
+    """Levels of 40 steps: .4 up to step 59, then lower with each step."""
+    steps = list(range(200))
+    assert outcomes.fall(steps, [0.4] * 60 + [0.31] * 140)[1] is None
+    # .4 - .0075 k < .3 at k = 14
+    best, since = outcomes.fall(steps, [0.4] * 60 + [0.1] * 140)
+    assert best == pytest.approx(0.4) and since == 60 + 13
+    # What was made good does not count
+    assert outcomes.fall(steps, [0.4] * 60 + [0.1] * 60 + [0.4] * 80)[1] is None
+    assert outcomes.fall(steps[:10], [0.4] * 10) == (None, None)
 
 
-def test_description_of_a_run_by_hand():
-    em = [0.3] + [None] * 18 + [0.9] + [None] * 19 + [0.6]
-    rows = rows_of(
-        [0.5] * 36 + [0.7] * 4,
-        em=em,
-        likelihood=[-0.4] * 4 + [-0.3] * 14 + [-0.2] * 4 + [None] * 18,
-        displacement=[0.0] * 20 + [-0.02] * 20,
-        final=[-0.1] * 20 + [-0.3, None, -0.5] + [None] * 17,
-        entropy=[9.0] * 21 + [0.1] * 18 + [0.2],
-        grad_norm_max=[3.0, 7.0] * 20,
-        skipped_updates=[0] * 39 + [2],
-    )
-    described = outcomes.describe_run(rows, "tiny")
-    wanted = {
-        "em_start": 0.3,
-        "em_best": 0.9,
-        "em_final": 0.6,
-        "em_halved": False,
-        "reward_final": 0.7,
-        "collapse_step": None,
-        "recovered": None,
-        "displacement": -0.02,
-        "displacement_rollout": -0.4,
-    }
-    wanted |= {
-        "likelihood_start": -0.4,
-        "likelihood_middle": -0.2,
-        "likelihood_end": None,
-        "entropy_max": 0.2,
-        "grad_norm_max": 7.0,
-        "skipped_updates": 2,
-    }
-    assert {name: described[name] for name in wanted} == pytest.approx(wanted)
-    # -0.002 k after k steps: below -0.01 from the sixth of 20; 31 full windows
-    assert described["displaced_steps"] == pytest.approx(15 / 31)
-
-
-def test_recovery_is_measured_by_the_reward_before_the_collapse():
-    back = rows_of([0.6] * 20 + [0.0] * 20 + [0.5] * 60)
-    gone = rows_of([0.6] * 20 + [0.0] * 20 + [0.4] * 60)
-    # Line: 0.48
-    assert (
-        outcomes.describe_run(back, "tiny")["recovered"] is True
-        and outcomes.describe_run(gone, "tiny")["recovered"] is False
-    )
+def test_a_description_by_hand():
+    """A run of 100 steps whose wrong responses flatten from step 50 on, and whose EM is lost from 60 on."""
+    rows = [
+        {
+            "step": step,
+            "em": 0.4 if step < 60 else 0.1,
+            "reward/mean": 0.4 if step < 60 else 0.1,
+            "entropy/incorrect": 0.5 if step < 50 else 1.5,
+            "entropy/incorrect/unlucky": 0.5 if step < 40 else 1.5,
+            "likelihood/correct_old": -0.4,
+            "likelihood/incorrect_old": -0.4 if step < 70 else -1.4,
+            "valid_actions": 1.0,
+            "time/step_s": 0.5,
+        }
+        for step in range(100)
+    ]
+    rows[99]["eval/tiny/em"] = 0.2
+    row = outcomes.describe_run(rows, "tiny")
+    wanted = {"em_end": 0.1, "em_peak": 0.4, "held_out_end": 0.2, "seconds": 50.0, "valid_end": 1.0}
+    # The last 40 steps have 30 of the wide gap
+    wanted |= {"gap_end": -0.75, "wrong_end": -1.15, "entropy_wrong_end": 1.5, "entropy_wrong_least": 0.5}
+    assert {name: row[name] for name in wanted} == pytest.approx(wanted)
+    # The median is 1 at the fifth step of 1.5, and 9 steps later it has been high for ten steps
+    assert (row["onset"], row["onset_unlucky"], row["onset_lucky"]) == (54, 44, None)
+    assert (row["alarm_flattening"], row["alarm_gap"], row["alarm_spiral"]) == (63, 74, 74)
+    assert row["alarm_displacement"] is None and row["alarm_collapse"] is not None
+    # .4 - .0075 k < .3 at k = 14; the 10-step mean is below .2 at the seventh step
+    assert row["fell_step"] == 73 and row["collapse_step"] == 66
+    assert row["curve_em"] == "0.4 0.4 0.22 0.1" and row["curve_right"] == "-0.4 -0.4 -0.4 -0.4"
+    assert row["curve_tokens"] == "" and outcomes.parse_curve("- 0.5") == [(37.5, 0.5)]
 
 
 # ----------------------------------------------------------------------------------------------------
 # tables
 
 
-def test_the_rate_is_chosen_without_the_seed_it_is_judged_on():
-    """Naively 2e-4 wins with a mean of 0.6 and each seed's own best would be 0.9, 0.6, 0.6."""
-    em = {"1e-4": {0: 0.5, 1: 0.6, 2: 0.6}, "2e-4": {0: 0.9, 1: 0.4, 2: 0.5}}
-    # Without seed 0: 0.6 against 0.45 -> 1e-4: 0.5. Without seed 1: 0.55 against 0.7 -> 2e-4: 0.4. Without
-    # seed 2: 0.55 against 0.65 -> 0.5.
-    assert outcomes.at_own_best(em) == ("2e-4", {0: 0.5, 1: 0.4, 2: 0.5}, True)
-    assert outcomes.at_own_best({rate: {0: of[0], 1: of[1]} for rate, of in em.items()}) == (
-        "2e-4",
-        {0: 0.9, 1: 0.4},
-        False,
-    )
-
-
-def test_ties_fresh_seeds_and_rates_with_few_seeds():
-    assert outcomes.choose_rate({"3e-4": {0: 0.804}, "1e-4": {0: 0.8}}, [0]) == "1e-4"
-    em = {
-        "1e-4": {0: 0.5, 1: 0.5, 2: 0.5},
-        "2e-4": {0: 0.7, 1: 0.7, 2: 0.7, 3: 0.1, 4: 0.2},
-        "3e-4": {0: 1.0},
+def record_of(arm, rate, seed, em, fell=None, onset=None, **more):
+    rows = [{"step": step, "em": em, "reward/mean": em} for step in range(50)]
+    row = {"world": "easy", "arm": arm, "rate": rate, "seed": seed, "steps": 50, "commit": "abcdef0"}
+    row |= outcomes.describe_run(rows) | {
+        "fell_step": fell,
+        "onset": onset,
+        "fingerprint": f"{arm}{rate}{seed}",
     }
-    assert outcomes.at_own_best(em) == ("2e-4", {0: 0.7, 1: 0.7, 2: 0.7, 3: 0.1, 4: 0.2}, True)
-    assert outcomes.at_own_best({"1e-4": {0: 0.5}, "2e-4": {1: 0.6}}) == ("2e-4", {1: 0.6}, False)
+    return row | more
 
 
-def run_of(arm, rate, seed, em, collapse=None, **more):
-    rows = rows_of([0.6] * 20, em=[0.3] + [None] * 18 + [em])
-    described = outcomes.describe_run(rows, "tiny") | {
-        "collapse_step": collapse,
-        "falling_step": None if collapse is None else collapse - 5,
-        "recovered": None if collapse is None else False,
-    }
-    return {"world": "easy", "arm": arm, "rate": rate, "seed": seed, "steps": 20} | described | more
+def cells(table):
+    return [dict(zip(table.header, row, strict=True)) for row in table.rows]
 
 
 def test_tables_by_hand():
-    runs = [run_of("grpo", "1e-4", seed, em) for seed, em in enumerate([0.8, 0.8, 0.8])]
-    runs += [
-        run_of("grpo", "3e-4", seed, em, collapse)
-        for seed, em, collapse in ((0, 0.7, None), (1, 0.1, 60), (2, 0.1, 40))
-    ]
-    runs += [run_of("lld", "1e-4", seed, em) for seed, em in enumerate([0.7, 0.8, 0.9])] + [
-        run_of("lld", "3e-4", seed, em) for seed, em in enumerate([0.76, 0.76, 0.76])
-    ]
-    table = outcomes.by_rate(runs)
-    row = dict(zip(table.header, table.rows[1], strict=True))
-    # 4.303 x 0.3464 / sqrt 3
+    rows = [record_of("cut", "2e-4", seed, em, fell=120 + seed) for seed, em in enumerate([0.1, 0.2, 0.3])]
+    rows += [record_of("whole", "2e-4", seed, em) for seed, em in enumerate([0.4, 0.5, 0.6])]
+    first, second = cells(tables.by_arm(rows, tables.OUTCOMES_TITLE, tables.OUTCOMES))
+    # Sd .1, t 4.303, / sqrt 3
+    assert first["EM end"] == "0.200 ± 0.248" and first["fell"] == "3 of 3 (0.29 to 1.00), step 121"
+    assert second["fell"] == "0 of 3 (0.00 to 0.71)" and second["held out"] == "–"
+    (pair,) = cells(tables.compared(rows, [("cut", "whole"), ("cut", "absent")]))
+    assert pair["arms"] == "cut - whole" and pair["EM"] == "-0.300 ± 0.000" and pair["p of signs"] == "0.25"
+    # Two of C(6, 3) = 20
+    assert pair["p of dealing"] == "0.1" and pair["fell"] == "3 of 3, 0 of 3" and pair["p"] == "0.1"
+    text = tables.markdown(tables.compared(rows, [("cut", "whole")]))
+    assert text.splitlines()[2].count("|") == text.splitlines()[4].count("|") == len(pair) + 1
     assert (
-        row["arm"] == "grpo"
-        and row["lr"] == "3e-4"
-        and row["collapsed"] == "2/3 @ 40, 60"
-        and row["EM final"] == "0.30 ± 0.86"
-    )
-    best = [
-        dict(zip(outcomes.own_best(runs, "grpo").header, row, strict=True))
-        for row in outcomes.own_best(runs, "grpo").rows
-    ]
-    assert row["EM halved"] == "2/3"  # 0.1 after a start of 0.3
-    assert (
-        best[0]["best lr"],
-        best[0]["EM at own best"],
-        best[0]["stable"],
-        best[0]["collapsed runs, all rates"],
-    ) == ("1e-4", "0.80 ± 0.00", "1e-4", "2/6")
-    # Without seed 2 the rates of `lld` have 0.75 and 0.76: the second wins, and seed 2 counts 0.76 in place
-    # of 0.9. 0.75 ± ... with seed 0 at 0.7, seed 1 at 0.8.
-    assert (best[1]["best lr"], best[1]["EM at own best"].split()[0], best[1]["stable"]) == (
-        "1e-4",
-        "0.75",
-        "1e-4, 3e-4",
-    ) and best[1]["minus grpo at its own"].startswith("-0.05")
-    pairs = [
-        dict(zip(outcomes.paired(runs, "grpo").header, row, strict=True))
-        for row in outcomes.paired(runs, "grpo").rows
-    ]
-    assert (
-        pairs[1]["EM final"].startswith("+0.46")
-        and pairs[1]["n"] == "3"
-        and pairs[1]["collapsed: arm, grpo"] == "0, 2"
-    )
-    assert (
-        outcomes.markdown(table).splitlines()[2].count("|")
-        == outcomes.markdown(table).splitlines()[4].count("|")
-        == len(table.header) + 1
+        tables.cell([0.5, None, 0.5]) == "0.50 ± 0.00 [2]"
+        and tables.cell([None]) == "–"
+        and tables.cell([0.25], signed=True) == "+0.25"
     )
 
 
-def test_files_hold_every_run_and_the_figure_draws_all_arms(tmp_path, fake_train, capsys, monkeypatch):
+def test_the_law_is_fitted_to_the_arms_that_the_yaml_names(tmp_path):
+    arms = {f"cut{cut}": [f"rollout.top_p={1 - cut}", "loss.lld_weight=0"] for cut in (0.1, 0.2, 0.4)}
+    arms |= {"whole": ["loss.lld_weight=0"]}
+    path = write_experiment(tmp_path, arms=arms, seeds=[0, 1], law=list(arms))
+    planned = grid.load_experiment(path)
+    rows = [
+        record_of(run.arm, run.rate, run.seed, 0.4, fingerprint=run.fingerprint, onset=onset)
+        for run in planned.runs
+        for onset in [None if run.arm == "whole" else (10 + run.seed) / (1 - run.cfg.rollout.top_p)]
+    ]
+    table = cells(tables.law(rows, planned.runs, planned.law))
+    assert [row["factor"] for row in table] == ["intercept", "log(1 - top_p)", "scatter of log onset"]
+    assert table[1]["coefficient"].startswith("-1.00 ± ") and "6 onsets in 6 runs" in table[2]["coefficient"]
+    assert not tables.law(rows, planned.runs, ()).rows
+
+
+def test_the_figure_draws_the_arms_that_were_played(tmp_path, monkeypatch):
     figures = []
-    monkeypatch.setattr(runner, "plot_experiment", outcome_figure.plot_experiment)
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, path: figures.append(self))
-    path = write_experiment(tmp_path, learning_rates=["1e-4", "2e-4"])
-    runner.main([str(path), "--jobs", "3"], fake_train)
-    runs = list(csv.DictReader(open(tmp_path / "out/runs.csv")))
-    assert len(runs) == 8 and {
-        (run["arm"], run["rate"], run["seed"]): float(run["em_final"]) for run in runs
-    }["action", "2e-4", "1"] == pytest.approx(0.71)
-    rows = list(csv.DictReader(open(tmp_path / "out/table.csv")))
-    assert (
-        len(rows) == 4
-        and float(rows[0]["em_final"]) == pytest.approx(0.505)
-        and float(rows[0]["em_final_half"]) == pytest.approx(12.706 * 0.005)
-    )
-    assert (tmp_path / "out/table.md").read_text().strip() in capsys.readouterr().out
+    rows = [record_of("grpo", rate, seed, 0.4, fell=30) for rate in ("1e-4", "2e-4") for seed in (0, 1)]
+    outcome_figure.plot_experiment(rows, ["grpo", "action"], tmp_path / "figure.png")
     (figure,) = figures
-    texts = [text.get_text() for text in figure.legends[0].get_texts()]
-    titles = [ax.get_title(loc="left") for part in figure.subfigs for ax in part.axes]
-    assert (
-        texts[:2] == ["grpo", "action"]
-        and titles[:2] == ["plain, lr 1e-4", "plain, lr 2e-4"]
-        and "final held-out EM" in titles
-    )
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["grpo", "EM fell for good"]
+    assert [ax.get_title(loc="left") for ax in figure.axes[:2]] == ["easy, lr 1e-4", "easy, lr 2e-4"]
+    assert len(figure.axes[0].lines) == 3  # the mean, and a cross for each seed
+    with pytest.raises(ValueError, match="no run of the arms to draw"):
+        outcome_figure.plot_experiment(rows, ["action"], tmp_path / "figure.png")

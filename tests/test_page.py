@@ -829,7 +829,7 @@ def test_no_view_scrolls_sideways_on_a_phone(tmp_path, built, view):
 def test_the_overview_says_when_phases_were_and_what_is_hidden(tmp_path, built):
     dom = browse(tmp_path, built, "view=overview")
     assert (
-        all(f" {text}</div>" in dom for text in ("stagnation 10–19", "decay 20–29", "acceleration from 30"))
+        all(f" {text}</div>" in dom for text in ("displacement 10–19", "flattening 20–29", "spiral from 30"))
         and "<small>mean per step</small>" in dom
         and "Reward <small>" in dom
     )

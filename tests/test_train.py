@@ -447,7 +447,7 @@ def test_a_crash_box_replays_bit_for_bit_and_shows_another_loss(folder, capsys, 
     assert anchors == [False, True, True, True]
     box = folder / "boxed" / "boxes" / "step_000004"
     assert sorted(path.name for path in box.parent.iterdir()) == ["step_000002", "step_000004"]
-    assert "phase 3 (acceleration) begins" in (folder / "boxed" / "warnings.log").read_text()
+    assert "phase 3 (spiral) begins" in (folder / "boxed" / "warnings.log").read_text()
     assert sorted(path.name for path in (box / "episodes").iterdir()) == [
         "step_000002.jsonl",
         "step_000003.jsonl",
@@ -505,7 +505,7 @@ def test_a_run_can_stop_when_a_phase_begins_and_leaves_its_report(folder, capsys
     )
     assert train.main(["--config", str(config)]) == 4
     told, stopped = capsys.readouterr(), folder / "stopped"
-    assert "phase 2 (decay) has begun" in told.err
+    assert "phase 2 (flattening) has begun" in told.err
     assert told.out.endswith(
         f"python eval.py --ckpt {stopped}/checkpoints/step_000002 --config "
         f"{stopped}/config.yaml\n{stopped}/report.html and {stopped}/figure.png show the run\n"

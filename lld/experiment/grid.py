@@ -3,10 +3,14 @@
 The YAML names a `base` config, the folder `out`, common `options`, `worlds` and `arms` with their overrides,
 and the grid: `learning_rates`, `seeds` and `steps` for all, or `grids`, a list of blocks, each of which may
 have its own `worlds`, `arms`, `learning_rates`, `seeds`, `steps` and `options`. Later options override
-earlier ones in the order options, world, block, arm. `reference` is the arm that the others are compared with
-(default: "grpo" if there is one), `figure_arms` are those whose curves are drawn (default: all).
+earlier ones in the order options, world, block, arm. Blocks are in the order in which they are played, and a
+block plays all its runs of one seed before those of the next, so that whatever was played until an
+interruption compares the arms evenly. `record` is the CSV that holds a row for each finished run, and is kept
+with the code; `pairs` are the arms that are compared, [[arm, other], …]; `law` are the arms of the fit of the
+onset (default: none); `figure_arms` are those that are drawn (default: all).
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -20,10 +24,12 @@ from lld.record.runs import read_rows
 KEYS = (
     "base",
     "out",
+    "record",
     "options",
     "worlds",
     "arms",
-    "reference",
+    "pairs",
+    "law",
     "figure_arms",
     "learning_rates",
     "seeds",
@@ -59,12 +65,29 @@ class Run:
     seed: int
     steps: int
     folder: Path
-    overrides: tuple[str, ...]
+    asked: tuple[str, ...]  # what the YAML says
+    overrides: tuple[str, ...]  # and the run's own: folders, seed, steps, learning rate
     cfg: config.Config
 
     @property
     def name(self) -> str:
         return f"{self.world}/{self.folder.name}"
+
+    @property
+    def fingerprint(self) -> str:
+        """Ten digits for the options that decide a run's course: those that are not FREE, and its steps.
+
+        Options with their default do not count, so that adding an option changes no fingerprint.
+        """
+        default = settings.to_dict(config.Config())
+        told = {
+            f"{section}.{name}": value
+            for section, options in settings.to_dict(self.cfg).items()
+            for name, value in options.items()
+            if section != "plan" and f"{section}.{name}" not in FREE and value != default[section][name]
+        }
+        text = json.dumps(told | {"run.steps": self.steps}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:10]
 
     @property
     def log(self) -> Path:
@@ -86,10 +109,13 @@ class Run:
 class Experiment:
     """What the YAML asks for; the module's docstring describes its fields."""
 
+    name: str
     base: Path
     out: Path
+    record: Path
     runs: tuple[Run, ...]
-    reference: str | None
+    pairs: tuple[tuple[str, str], ...]
+    law: tuple[str, ...]
     figure_arms: tuple[str, ...]
 
 
@@ -208,24 +234,40 @@ def _flat_options(cfg: config.Config) -> list[tuple[str, object]]:
     return entries
 
 
-def load_experiment(path: str | Path, out: str | None = None, worlds_dir: str | None = None) -> Experiment:
+def load_experiment(
+    path: str | Path, out: str | None = None, worlds_dir: str | None = None, record: str | None = None
+) -> Experiment:
     """Reads and checks an experiment file and builds the config of each run.
 
-    `out` and `worlds_dir` replace the file's folders. Raises ValueError that names the place and the remedy.
+    `out`, `worlds_dir` and `record` replace the file's. Raises ValueError that names the place and the
+    remedy.
     """
     tree = settings.read_yaml(path)
     _check_keys(tree, KEYS, str(path))
-    for name, what in (("base", "a config file"), ("out", "the folder of the runs")):
+    texts = {"base": "a config file", "out": "the folder of the runs", "record": "the CSV of finished runs"}
+    for name, what in texts.items():
         if not isinstance(tree.get(name), str):
             raise ValueError(f"{path}: {name} = {tree.get(name)!r}: must be {what}")
     worlds, arms = _check_named(tree, "worlds"), _check_named(tree, "arms")
-    common = overrides_of(tree.get("options"), "options")
+    pairs = _check_pairs(tree, arms, path)
+    law, figure_arms = (
+        _check_arms(tree, name, arms, default, path)
+        for name, default in (("law", []), ("figure_arms", list(arms)))
+    )
     out = Path(out or tree["out"]).resolve()
     worlds_dir = Path(worlds_dir).resolve() if worlds_dir else out / "worlds"
+    runs = _make_runs(tree, worlds, arms, out, worlds_dir, path)
+    record = Path(record or tree["record"])
+    return Experiment(Path(path).stem, Path(tree["base"]), out, record, runs, pairs, law, figure_arms)
+
+
+def _make_runs(
+    tree: dict, worlds: dict, arms: dict, out: Path, worlds_dir: Path, path: str | Path
+) -> tuple[Run, ...]:
+    common = overrides_of(tree.get("options"), "options")
     base = settings.read_yaml(tree["base"])
     base_cfg, runs = settings.with_overrides(base, []), {}
     for grid in _grids(tree, worlds, arms):
-        # All runs of one seed come before those of the next, so that early results cover the whole grid
         for seed, rate, world, arm in product(
             grid["seeds"], grid["learning_rates"], grid["worlds"], grid["arms"]
         ):
@@ -233,21 +275,31 @@ def load_experiment(path: str | Path, out: str | None = None, worlds_dir: str | 
             point = (world, arm, rate, seed, grid["steps"])
             moved = world_paths(base_cfg, worlds_dir / world)
             run = _make_run(point, base, asked, moved, out, path)
-            if run.folder in runs and runs[run.folder].cfg != run.cfg:
+            first = runs.setdefault(run.folder, run)  # a run that two blocks ask for keeps its first place
+            if first.cfg != run.cfg:
                 raise ValueError(
                     f"{path}: two blocks ask for {run.name} with different options or steps: "
                     "give one of the arms another name"
                 )
-            runs[run.folder] = run
-    reference = tree.get("reference", "grpo" if "grpo" in arms else None)
-    figure_arms = tree.get("figure_arms", list(arms))
-    for name in [reference, *figure_arms]:
-        if name is not None and name not in arms:
-            raise ValueError(
-                f"{path}: reference and figure_arms name {name!r}, which is not among the arms "
-                f"({', '.join(arms)})"
-            )
-    return Experiment(Path(tree["base"]), out, tuple(runs.values()), reference, tuple(figure_arms))
+    return tuple(runs.values())
+
+
+def _check_arms(tree: dict, name: str, arms: dict, default: list, path: str | Path) -> tuple[str, ...]:
+    """The arms that `name` lists."""
+    given = tree.get(name, default)
+    if not isinstance(given, list):
+        raise ValueError(f"{path}: {name} = {given!r}: must be a list of arms")
+    for arm in given:
+        if arm not in arms:
+            raise ValueError(f"{path}: {name} names {arm!r}, which is not among the arms ({', '.join(arms)})")
+    return tuple(given)
+
+
+def _check_pairs(tree: dict, arms: dict, path: str | Path) -> tuple[tuple[str, str], ...]:
+    pairs = tree.get("pairs", [])
+    if not (isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)):
+        raise ValueError(f"{path}: pairs = {pairs!r}: must be a list of [arm, arm it is compared with]")
+    return tuple(_check_arms({"pairs": pair}, "pairs", arms, [], path) for pair in pairs)
 
 
 def _make_run(
@@ -284,7 +336,7 @@ def _make_run(
         cfg = settings.with_overrides(base, list(overrides))
     except ValueError as error:
         raise ValueError(f"{path}: run {world}/{folder.name}: {error}") from None
-    return Run(*point, folder, overrides, cfg)
+    return Run(*point, folder, tuple(asked), overrides, cfg)
 
 
 def check_made_alike(runs: Sequence[Run]) -> None:

@@ -1,383 +1,204 @@
-"""Rows of runs -> the outcome of each run, statistics over seeds, and the tables of an experiment.
+"""Rows of a run's log -> one row of an experiment's record: what became of the run.
 
-A run here is a dict: world, arm, rate, seed, steps and the numbers of `describe_run`. None means that the
-value does not exist: the run did not collapse, or has no correct response with a likelihood.
+A value that does not exist is None, and an empty field in the CSV: the run did not fall, or no response of
+that kind was sampled.
 """
 
 import csv
 import io
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from statistics import fmean, stdev
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
 
-from lld.record.runs import COLLAPSE_FALL, WINDOW, find_collapse, running_mean, series
+from lld import files
+from lld.experiment.grid import Run
+from lld.record import phases
+from lld.record.contexts import CONTEXTS
+from lld.record.runs import find_collapse, is_number, parse_json, read_metrics, running_mean, series
 
-RECOVERED_SHARE = 0.8  # of the reward before the collapse
-DISPLACED = -0.01  # nats per token; below it correct responses count as losing likelihood
-NEAR_BEST = 0.05  # EM; rates this close to the best are in the stability range
-TIE = 0.005  # EM; of rates closer to each other than this, the lower one is chosen
-MIN_SEEDS = 3  # minimum to choose a rate without the seed it is reported on
-# Two-sided 95 % points of Student's t for 1 to 20 degrees of freedom. Beyond 20 the last one is used; the
-# interval is at most 6 % too wide.
-T_95 = [
-    float(point)
-    for point in (
-        "12.706 4.303 3.182 2.776 2.571 2.447 2.365 2.306 2.262 2.228 "
-        "2.201 2.179 2.160 2.145 2.131 2.120 2.110 2.101 2.093 2.086"
-    ).split()
-]
-
-
-@dataclass(frozen=True)
-class Table:
-    """A title that says how to read it, column names, and cells as text."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: list[tuple[str, ...]]
-
-
-def table_of(title: str, rows: Sequence[dict[str, str]]) -> Table:
-    """A table of rows that all have the same columns."""
-    header = tuple(rows[0]) if rows else ()
-    return Table(title, header, [tuple(row.values()) for row in rows])
-
-
-# ----------------------------------------------------------------------------------------------------
-# one run
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return fmean(values) if values else None
-
-
-def _mean_between(rows: Sequence[dict], name: str, start: float, end: float) -> float | None:
-    """The mean of `name` from share `start` to share `end` of the rows; at least one row."""
-    first = min(round(start * len(rows)), len(rows) - 1)
-    return _mean(series(rows[first : max(first + 1, round(end * len(rows)))], name)[1])
-
-
-def describe_run(rows: Sequence[dict], benchmark: str) -> dict:
-    """The outcome of a run as numbers, from the rows of its metrics.jsonl.
-
-    `benchmark` is the held-out set whose EM counts.
-    """
-    steps, rewards = series(rows, "reward/mean")
-    collapse = find_collapse(steps, rewards)
-    em_steps, ems = series(rows, f"eval/{benchmark}/em")
-    displacement = series(rows, "displacement/correct")[1]
-    full_windows = running_mean(displacement)[WINDOW - 1 :]
-    final_reward = _mean_between(rows, "reward/mean", 0.9, 1.0)
-    recovered = None
-    if collapse["collapse_step"] is not None and final_reward is not None:
-        recovered = final_reward >= RECOVERED_SHARE * collapse["peak"]
-    return {
-        "em_start": ems[0] if ems and em_steps[0] == 0 else None,
-        "em_best": max(ems, default=None),
-        "em_final": ems[-1] if ems else None,
-        "em_halved": ems[-1] < max(ems) / 2 if ems else None,
-        "reward_final": final_reward,
-        "reward_peak": collapse["peak"],
-        "reward_fall": collapse["fall"],
-        "collapse_step": collapse["collapse_step"],
-        "falling_step": collapse["falling_step"],
-        "recovered": recovered,
-        "likelihood_start": _mean_between(rows, "likelihood/correct_old", 0.0, 0.1),
-        "likelihood_middle": _mean_between(rows, "likelihood/correct_old", 0.45, 0.55),
-        "likelihood_end": _mean_between(rows, "likelihood/correct_old", 0.9, 1.0),
-        "displacement": _mean_between(rows, "displacement/correct", 0.5, 1.0),
-        "displacement_rollout": _mean_between(rows, "final/displacement/correct", 0.5, 1.0),
-        "displaced_steps": _mean([value < DISPLACED for value in full_windows]),
-        "entropy_max": max(series([row for row in rows if row["step"] > 20], "entropy")[1], default=None),
-        "grad_norm_max": max(series(rows, "grad_norm_max")[1], default=None),
-        "skipped_updates": sum(series(rows, "skipped_updates")[1]),
-    }
-
-
-# ----------------------------------------------------------------------------------------------------
-# over seeds
-
-
-def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
-    """The mean and the half width of its 95 % t-interval over seeds, None for a single one."""
-    if len(values) < 2:
-        return fmean(values), None
-    return fmean(values), T_95[min(len(values) - 1, len(T_95)) - 1] * stdev(values) / math.sqrt(len(values))
-
-
-def cell(values: Sequence[float | None], digits: int = 2, signed: bool = False) -> str:
-    """'0.81 ± 0.03'; with the number of seeds in brackets if some have no value; a dash if none has."""
-    present = [value for value in values if value is not None]
-    if not present:
-        return "–"
-    mean, half = mean_interval(present)
-    text = f"{mean:+.{digits}f}" if signed else f"{mean:.{digits}f}"
-    if half is not None:
-        text += f" ± {half:.{digits}f}"
-    return text if len(present) == len(values) else f"{text} [{len(present)}]"
-
-
-def over_seeds(name: str, digits: int, runs: Sequence[dict]) -> str:
-    """The cell of one number of `describe_run`."""
-    return cell([run[name] for run in runs], digits)
-
-
-def groups(runs: Sequence[dict], *names: str) -> dict[tuple, list[dict]]:
-    """Runs by the values of `names`, in order of first appearance, rates rising, seeds rising."""
-    worlds = list(dict.fromkeys(run["world"] for run in runs))
-    arms = list(dict.fromkeys(run["arm"] for run in runs))
-
-    def place(run: dict) -> tuple:
-        return worlds.index(run["world"]), arms.index(run["arm"]), float(run["rate"]), run["seed"]
-
-    found: dict[tuple, list[dict]] = {}
-    for run in sorted(runs, key=place):
-        found.setdefault(tuple(run[name] for name in names), []).append(run)
-    return found
-
-
-def collapses(runs: Sequence[dict]) -> str:
-    """'2/5 @ 63, 88 (1 recovered)'."""
-    steps = sorted(run["collapse_step"] for run in runs if run["collapse_step"] is not None)
-    recovered = sum(run["recovered"] is True for run in runs)
-    text = f"{len(steps)}/{len(runs)}"
-    if steps:
-        text += f" @ {', '.join(map(str, steps))}"
-    if recovered:
-        text += f" ({recovered} recovered)"
-    return text
-
-
-def halved(runs: Sequence[dict]) -> str:
-    """'1/5': runs whose final held-out EM is below half of their best."""
-    return f"{sum(run['em_halved'] is True for run in runs)}/{len(runs)}"
-
-
-BY_RATE_TITLE = (
-    "**Each learning rate** (mean ± 95 % t-interval over the n seeds). EM halved: runs whose final EM "
-    "is below half of their best. Final reward: last 10 % of the steps. Fall: largest distance of the "
-    f"{WINDOW}-step mean reward from an earlier maximum. "
-    f"Collapsed: that mean lay below half of its earlier maximum, and at least {COLLAPSE_FALL} below "
-    f"it, for {WINDOW} steps in a row, from these steps on; recovered: the final reward is at least "
-    f"{RECOVERED_SHARE:.0%} of that maximum. "
-    "Likelihood: of correct responses under the policy that sampled them, nats per token, first, "
-    "middle and last 10 % of the steps. Displacement: of correct responses, nats per token, second "
-    "half of the run; "
-    f"displaced: share of steps at which its {WINDOW}-step mean is below {DISPLACED}; whole rollout: "
-    "from before its first to after its last update. Entropy: largest after step 20."
-)
-# Column -> its cell, from the runs of one world, arm and rate
-BY_RATE_COLUMNS: dict[str, Callable[[Sequence[dict]], str]] = {
-    "EM start": partial(over_seeds, "em_start", 2),
-    "EM best": partial(over_seeds, "em_best", 2),
-    "EM final": partial(over_seeds, "em_final", 2),
-    "EM halved": halved,
-    "final reward": partial(over_seeds, "reward_final", 2),
-    "fall": partial(over_seeds, "reward_fall", 2),
-    "collapsed": collapses,
-    "likelihood start": partial(over_seeds, "likelihood_start", 3),
-    "middle": partial(over_seeds, "likelihood_middle", 3),
-    "end": partial(over_seeds, "likelihood_end", 3),
-    "displacement": partial(over_seeds, "displacement", 4),
-    "whole rollout": partial(over_seeds, "displacement_rollout", 3),
-    "displaced": partial(over_seeds, "displaced_steps", 2),
-    "max entropy": partial(over_seeds, "entropy_max", 2),
-    "max grad norm": partial(over_seeds, "grad_norm_max", 1),
+END = 40  # steps of a level: of the end, and of the best one
+CURVE = 25  # steps of a point of a curve
+FELL = 0.75  # a run fell if its EM of the end is below this share of its best level
+# Column of the record -> the logged number that it follows
+FOLLOWED = {
+    "em": "em",
+    "entropy": "entropy",
+    "entropy_right": "entropy/correct",
+    "entropy_wrong": "entropy/incorrect",
+    "right": "likelihood/correct_old",
+    "wrong": "likelihood/incorrect_old",
+    "valid": "valid_actions",
+    "tokens": "response_tokens",
+    "kept_mass": "kept_mass",
 }
+ABOUT = ("world", "arm", "rate", "seed", "steps")
+NUMBERS = ("rate", "seed", "steps")
+TEXTS = (*ABOUT[:2], "options", "fingerprint", "commit", "machine")
 
 
-def by_rate(runs: Sequence[dict]) -> Table:
-    """The experiment's main table: world x arm x learning rate, over seeds."""
-    rows = []
-    for (world, arm, rate), same in groups(runs, "world", "arm", "rate").items():
-        cells = [column(same) for column in BY_RATE_COLUMNS.values()]
-        rows.append((world, arm, rate, str(len(same)), *cells))
-    return Table(BY_RATE_TITLE, ("world", "arm", "lr", "n", *BY_RATE_COLUMNS), rows)
+def level(values: Sequence[float]) -> float | None:
+    """The mean of the last 40 values; None if there is none."""
+    return fmean(values[-END:]) if values else None
 
 
-def aggregate_rows(runs: Sequence[dict]) -> list[dict]:
-    """by_rate as numbers, for a file: each number of describe_run as mean, half width and count."""
-    rows = []
-    for (world, arm, rate), same in groups(runs, "world", "arm", "rate").items():
-        row = {
-            "world": world,
-            "arm": arm,
-            "rate": rate,
-            "n": len(same),
-            "collapsed": sum(run["collapse_step"] is not None for run in same),
+def fall(steps: Sequence[int], values: Sequence[float]) -> tuple[float | None, int | None]:
+    """(the best level, the step from which on the level stayed below 3/4 of the best one so far).
+
+    A level is a mean of 40 steps; the step is the last of the first such 40, None if the run ended above.
+    """
+    levels = running_mean(values, END)[END - 1 :]
+    best, since = None, None
+    for step, now in zip(steps[END - 1 :], levels, strict=True):
+        best = now if best is None else max(best, now)
+        since = None if now >= FELL * best else step if since is None else since
+    return best, since
+
+
+def onset(steps: Sequence[int], values: Sequence[float]) -> int | None:
+    """The first step of the ten on which the 10-step median is 30 % above its least so far."""
+    watch = phases.Rise()
+    for index, value in enumerate(values):
+        if watch.update(value):
+            return steps[index - phases.WINDOW + 1]
+    return None
+
+
+def curve(rows: Sequence[dict], name: str) -> str:
+    """Means of 25 steps each with 3 digits, separated by spaces; '-' where the log has no value."""
+    points = []
+    for start in range(0, len(rows), CURVE):
+        values = series(rows[start : start + CURVE], name)[1]
+        points.append(f"{fmean(values):.3g}" if values else "-")
+    return "" if set(points) <= {"-"} else " ".join(points)
+
+
+def parse_curve(text: str) -> list[tuple[float, float]]:
+    """[(middle step, value)] of a curve's text."""
+    return [
+        ((index + 0.5) * CURVE, float(point))
+        for index, point in enumerate(text.split())
+        if point not in ("-", "nan")
+    ]
+
+
+def alarms(rows: Sequence[dict], num_updates: int) -> dict[str, int | None]:
+    """The first step of each sign and phase of lld/record/phases.py; None if it never came."""
+    detector, first = phases.Detector(num_updates), {}
+    for row in rows:
+        phase = detector.update(row)
+        signs = {
+            "displacement": detector.displaced,
+            "flattening": detector.wrong.risen,
+            "gap": detector.gap < phases.GAP,
+            "spiral": detector.wrong.risen and detector.gap < phases.GAP,
+            "collapse": phase == phases.COLLAPSE,
         }
-        for name in same[0]:
-            if name in ("world", "arm", "rate", "seed", "steps"):
-                continue
-            values = [float(run[name]) for run in same if run[name] is not None]
-            if values:
-                row[name], row[f"{name}_half"] = mean_interval(values)
-                row[f"{name}_n"] = len(values)
-        rows.append(row)
-    return rows
+        for name, shows in signs.items():
+            if first.setdefault(name) is None and shows:
+                first[name] = row["step"]
+    return {f"alarm_{name}": step for name, step in first.items()}
+
+
+def describe_run(rows: Sequence[dict], benchmark: str | None = None, num_updates: int = 2) -> dict:
+    """The outcome of a run from the rows of its metrics.jsonl; `benchmark` is the held-out set that counts.
+
+    em_end, and all that ends in _end: means of the last 40 steps. em_peak: the highest mean of 40 steps.
+    fell_step: `fall`. collapse_step: `lld.record.runs.find_collapse`. onset_*: `onset` of the entropy of
+    wrong responses, as a whole and by what the context has seen. Likelihoods: nats per token.
+    """
+    steps, ems = series(rows, "em")
+    peak, fell = fall(steps, ems)
+    held_out = series(rows, f"eval/{benchmark}/em")[1]
+    row = {"em_end": level(ems), "em_peak": peak, "fell_step": fell}
+    row["collapse_step"] = find_collapse(*series(rows, "reward/mean"))["collapse_step"]
+    row |= {"held_out_start": held_out[0] if held_out else None, "held_out_peak": max(held_out, default=None)}
+    row["held_out_end"] = held_out[-1] if held_out else None
+    for name, logged in FOLLOWED.items():
+        values = series(rows, logged)[1]
+        levels = running_mean(values)[phases.WINDOW - 1 :]
+        if name != "em":
+            row[f"{name}_start"] = fmean(values[: phases.WINDOW]) if values else None
+            row[f"{name}_least"], row[f"{name}_most"] = min(levels, default=None), max(levels, default=None)
+            row[f"{name}_end"] = level(values)
+    gaps = [
+        (row["step"], row[FOLLOWED["wrong"]] - row[FOLLOWED["right"]])
+        for row in rows
+        if is_number(row.get(FOLLOWED["wrong"])) and is_number(row.get(FOLLOWED["right"]))
+    ]
+    row["gap_end"] = level([gap for _, gap in gaps])
+    row["onset"] = onset(*series(rows, FOLLOWED["entropy_wrong"]))
+    for name in CONTEXTS:
+        steps, values = series(rows, f"entropy/incorrect/{name}")
+        row |= {f"onset_{name}": onset(steps, values), f"entropy_wrong_{name}_end": level(values)}
+        row[f"entropy_right_{name}_end"] = level(series(rows, f"entropy/correct/{name}")[1])
+        advantages = series(rows, f"advantage/{name}")[1]
+        row[f"advantage_{name}"] = fmean(advantages) if advantages else None
+    row |= alarms(rows, num_updates)
+    row["skipped_updates"] = sum(series(rows, "skipped_updates")[1])
+    row["seconds"] = sum(series(rows, "time/step_s")[1])
+    return row | {f"curve_{name}": curve(rows, logged) for name, logged in FOLLOWED.items()}
+
+
+def record_of(run: Run) -> dict:
+    """The row of a finished run: what it is, what became of it, and where it was made."""
+    about = run.folder / "run.json"
+    made = parse_json(about.read_bytes(), str(about), "delete it") if about.exists() else {}
+    benchmark = run.cfg.eval.during_training[0] if run.cfg.eval.during_training else None
+    rows = read_metrics(run.folder)[: run.steps]  # a run may have been continued beyond these steps
+    row = {"world": run.world, "arm": run.arm, "rate": run.rate, "seed": run.seed, "steps": run.steps}
+    row |= describe_run(rows, benchmark, run.cfg.optim.updates_per_rollout)
+    row |= {"options": " ".join(run.asked), "fingerprint": run.fingerprint}
+    row |= {"commit": str(made.get("commit", ""))[:18], "machine": machine()}
+    return {name: rounded(value) for name, value in row.items()}
+
+
+def machine() -> str:
+    """This machine's processor and number of cores, as far as it tells."""
+    names = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
+    name = next((line.split(":")[1].strip() for line in names if line.startswith("model name")), "")
+    return f"{name or platform.machine()}, {os.cpu_count()} cores"
+
+
+def rounded(value: object) -> object:
+    """A float with 4 digits."""
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 # ----------------------------------------------------------------------------------------------------
-# arms compared
+# the record
 
 
-def choose_rate(em: dict[str, dict[int, float]], seeds: Sequence[int] | None) -> str:
-    """The lowest learning rate whose mean over `seeds` is within TIE of the highest.
-
-    `seeds` None: all seeds of each rate.
-    """
-    means = {
-        rate: fmean(of_seed[seed] for seed in (of_seed if seeds is None else seeds))
-        for rate, of_seed in em.items()
-    }
-    return min((rate for rate in means if means[rate] >= max(means.values()) - TIE), key=float)
-
-
-def at_own_best(em: dict[str, dict[int, float]]) -> tuple[str, dict[int, float], bool]:
-    """{rate: {seed: EM}} -> (the rate chosen on all common seeds, {seed: EM}, whether the EMs are unbiased).
-
-    The best of several noisy means is biased upwards. With three common seeds or more each seed is therefore
-    reported at the rate that the *other* seeds choose (which may differ between seeds). Seeds that ran at the
-    chosen rate only, and had no part in choosing it, are added. With fewer common seeds, the EMs are those of
-    the chosen rate, and biased. Rates with fewer seeds than the others (and than three) are left out:
-    otherwise one lucky seed would win.
-    """
-    enough = min(MIN_SEEDS, max(map(len, em.values())))
-    em = {rate: of_seed for rate, of_seed in em.items() if len(of_seed) >= enough}
-    common = sorted(set.intersection(*map(set, em.values())))
-    chosen = choose_rate(em, common or None)
-    if not common:
-        return chosen, em[chosen], False
-    fresh = {seed: value for seed, value in em[chosen].items() if seed not in common}
-    if len(common) < MIN_SEEDS:
-        return (chosen, fresh, True) if len(fresh) >= 2 else (chosen, em[chosen], len(em) == 1)
-    values = {}
-    for seed in common:
-        rate = choose_rate(em, [other for other in common if other != seed])
-        values[seed] = em[rate][seed]
-    return chosen, values | fresh, True
+def read_record(path: Path) -> list[dict]:
+    """The rows of a record, [] if there is none; numbers as floats, empty fields as None."""
+    if not path.is_file():
+        return []
+    with files.naming(path), open(path, newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    for number, row in enumerate(rows, start=2):
+        missing = [name for name in (*ABOUT, "fingerprint") if not row.get(name)]
+        if missing or None in row or None in row.values():
+            raise ValueError(
+                f"{path} line {number} is damaged ({', '.join(missing) or 'fields'}): restore it"
+            )
+    return [{name: _parsed(name, text, path) for name, text in row.items()} for row in rows]
 
 
-def difference(one: dict[int, float], other: dict[int, float], digits: int = 2) -> str:
-    """Mean paired difference over common seeds with its interval, or a dash."""
-    return cell([one[seed] - other[seed] for seed in sorted(one.keys() & other.keys())], digits, signed=True)
+def _parsed(name: str, text: str, path: Path) -> object:
+    if name in TEXTS or name == "rate" or name.startswith("curve_"):
+        return text
+    try:
+        return None if text == "" else int(text) if name in NUMBERS else float(text)
+    except ValueError:
+        raise ValueError(f"{path} is damaged ({name} = {text[:40]!r} is no number): restore it") from None
 
 
-def final_ems(runs: Sequence[dict]) -> dict[str, dict[int, float]]:
-    """{rate: {seed: final held-out EM}} of the runs of one arm."""
-    em: dict[str, dict[int, float]] = {}
-    for run in runs:
-        em.setdefault(run["rate"], {})[run["seed"]] = run["em_final"]
-    return em
-
-
-def failed_rates(runs: Sequence[dict], means: dict[str, float]) -> set[str]:
-    """Rates at which a seed collapsed or halved its EM, or at which the mean final EM is below the start."""
-    start = _mean([run["em_start"] for run in runs if run["em_start"] is not None]) or 0.0
-    return {
-        run["rate"]
-        for run in runs
-        if run["collapse_step"] is not None or run["em_halved"] or means[run["rate"]] < start
-    }
-
-
-def stable_rates(means: dict[str, float], failed: set[str], best: float) -> str:
-    """The rates within NEAR_BEST of `best` at which nothing failed, as text."""
-    stable = [rate for rate in means if rate not in failed and means[rate] >= best - NEAR_BEST]
-    return ", ".join(stable) or "none"
-
-
-OWN_BEST_TITLE = (
-    "**Each arm at its own best learning rate**, chosen by mean final held-out EM (of rates within "
-    f"{TIE} the lowest). EM: each seed at the rate that the other seeds choose, so the choice does not "
-    f"flatter it; * marks fewer than {MIN_SEEDS} seeds, where the value is the one chosen by. "
-    "Stable: rates at which no seed collapsed or halved its EM, and mean final EM is not below the "
-    f"start and within {NEAR_BEST} of this arm's best; of all: within {NEAR_BEST} of the world's best."
-)
-
-
-def own_best(runs: Sequence[dict], reference: str | None) -> Table:
-    """Each arm at its own best learning rate, and the rates at which it is stable."""
-    evaluated = groups([run for run in runs if run["em_final"] is not None], "world", "arm")
-    means, chosen, world_best = {}, {}, {}
-    for (world, arm), same in evaluated.items():
-        em = final_ems(same)
-        means[world, arm] = {rate: fmean(of_seed.values()) for rate, of_seed in em.items()}
-        chosen[world, arm] = at_own_best(em)
-        world_best[world] = max(world_best.get(world, 0.0), *means[world, arm].values())
-    rows = []
-    for (world, arm), same in evaluated.items():
-        rate, values, unbiased = chosen[world, arm]
-        of_rate = means[world, arm]
-        failed = failed_rates(same, of_rate)
-        against = "–"
-        if arm != reference and (world, reference) in chosen:
-            against = difference(values, chosen[world, reference][1])
-        row = {
-            "world": world,
-            "arm": arm,
-            "rates run": ", ".join(of_rate),
-            "best lr": rate,
-            "n": str(len(values)),
-            "EM at own best": cell(list(values.values())) + ("" if unbiased else " *"),
-            f"minus {reference} at its own": against,
-            "stable": stable_rates(of_rate, failed, max(of_rate.values())),
-            "stable, of all": stable_rates(of_rate, failed, world_best[world]),
-            "collapsed runs, all rates": collapses(same).split(" @")[0],
-        }
-        rows.append(row)
-    return table_of(OWN_BEST_TITLE, rows)
-
-
-def paired(runs: Sequence[dict], reference: str | None) -> Table:
-    """Every arm against the reference at the same learning rate, over the seeds both have."""
-    title = (
-        f"**Against {reference} at the same learning rate**: mean paired difference over common seeds "
-        "± 95 % t-interval."
-    )
-    points = groups(runs, "world", "rate", "arm")
-    rows = []
-    for (world, rate, arm), same in points.items():
-        others = {run["seed"]: run for run in points.get((world, rate, reference), [])}
-        pairs = [(run, others[run["seed"]]) for run in same if run["seed"] in others]
-        if arm == reference or not pairs:
-            continue
-        lost = [sum(run["collapse_step"] is not None for run in some) for some in zip(*pairs, strict=True)]
-        row = {
-            "world": world,
-            "lr": rate,
-            "arm": arm,
-            "n": str(len(pairs)),
-            "EM final": paired_cell(pairs, "em_final", 2),
-            "EM best": paired_cell(pairs, "em_best", 2),
-            "final reward": paired_cell(pairs, "reward_final", 2),
-            "fall": paired_cell(pairs, "reward_fall", 2),
-            "displacement": paired_cell(pairs, "displacement", 4),
-            f"collapsed: arm, {reference}": f"{lost[0]}, {lost[1]}",
-        }
-        rows.append(row)
-    return table_of(title, rows)
-
-
-def paired_cell(pairs: Sequence[tuple[dict, dict]], name: str, digits: int) -> str:
-    """The cell of the difference of one number within each pair of runs, None where either has none."""
-    values = [(one[name], other[name]) for one, other in pairs]
-    return cell([None if None in pair else pair[0] - pair[1] for pair in values], digits, signed=True)
-
-
-# ----------------------------------------------------------------------------------------------------
-# as text
-
-
-def markdown_line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def markdown(table: Table) -> str:
-    lines = [markdown_line(cells) for cells in (table.header, ["---"] * len(table.header), *table.rows)]
-    return "\n".join([table.title, "", *lines])
+def add_to_record(path: Path, row: dict) -> None:
+    """Adds a row to the CSV, which is replaced as a whole: a kill leaves the old file or the new one."""
+    rows = [*read_record(path), row]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.replace_file(path, csv_text(rows), durable=True)
 
 
 def csv_text(rows: Sequence[dict]) -> str:
@@ -386,5 +207,9 @@ def csv_text(rows: Sequence[dict]) -> str:
     file = io.StringIO()
     writer = csv.DictWriter(file, names, restval="", lineterminator="\n")
     writer.writeheader()
-    writer.writerows([{name: "" if value is None else value for name, value in row.items()} for row in rows])
+    writer.writerows([{name: _shown(value) for name, value in row.items()} for row in rows])
     return file.getvalue()
+
+
+def _shown(value: object) -> object:
+    return "" if value is None else f"{value:g}" if isinstance(value, float) else value

@@ -1,32 +1,36 @@
 """Many runs as one experiment: worlds x arms x learning rates x seeds, in parallel processes, resumable.
 
-    python -m lld.experiment configs/experiments/tiny.yaml [--jobs N] [--table-only] [--out FOLDER]
-                                                           [--worlds FOLDER]
+    python -m lld.experiment configs/experiments/causes.yaml [--jobs N] [--only PATTERN] [--out FOLDER]
+                                                             [--worlds FOLDER] [--record CSV]
+    python -m lld.experiment configs/experiments/causes.yaml --tables [--figure PNG]
 
 The YAML is described in lld/experiment/grid.py. A run lies in OUT/{world}/{arm}-lr{rate}-s{seed}, its console
-output in a .log beside it, prepared worlds in OUT/worlds/{world}. Finished runs are not repeated and
-half-finished ones go on from their newest checkpoint. Tables (table.md, table.csv, runs.csv) and figure.png
-are made from the finished runs.
+output in a .log beside it, prepared worlds in OUT/worlds/{world}. Each finished run becomes a row of the
+record, a CSV that is kept with the code. A run whose row is there is not repeated, on whatever machine it was
+played; half-finished ones go on from their newest checkpoint. `--tables` prints the tables of the record and
+starts nothing.
 """
 
 import argparse
+import dataclasses
 import fcntl
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from tqdm import tqdm
 
 from lld import files
-from lld.experiment import outcomes
+from lld.experiment import outcomes, tables
 from lld.experiment.figure import plot_experiment
 from lld.experiment.grid import Experiment, Run, check_made_alike, load_experiment
-from lld.record.runs import parse_json, printable, read_metrics
+from lld.record.runs import printable
 
 ROOT = Path(__file__).resolve().parents[2]
 # Runs are parallel instead of threads; no progress bars in logs
@@ -79,11 +83,18 @@ def start(job: Job, keep_open: tuple[int, ...]) -> subprocess.Popen:
         )
 
 
-def execute(jobs: Sequence[Job], num_jobs: int, what: str, keep_open: tuple[int, ...] = ()) -> list[str]:
+def execute(
+    jobs: Sequence[Job],
+    num_jobs: int,
+    what: str,
+    keep_open: tuple[int, ...] = (),
+    done: Callable[[Job], None] = lambda job: None,
+) -> list[str]:
     """Runs the jobs' commands, `num_jobs` at a time, one thread each; returns the names of failed ones.
 
     A failure is printed with the end of its log and does not stop the others. If this function is
     interrupted, its children are terminated. `keep_open`: file descriptors that the children inherit.
+    `done` is called with each job that succeeded.
     """
     waiting, running, failed = list(jobs), {}, []
     with tqdm(total=len(jobs), desc=what, unit="job") as progress:
@@ -103,6 +114,8 @@ def execute(jobs: Sequence[Job], num_jobs: int, what: str, keep_open: tuple[int,
                             f"{tail(job.log)}",
                             file=sys.stderr,
                         )
+                    else:
+                        done(job)
                 time.sleep(POLL_S if running else 0)
         finally:
             stop_all(list(running.values()))
@@ -140,17 +153,25 @@ def run_experiment(experiment: Experiment, num_jobs: int, script: Path, prepare:
                 f"another experiment, or a run that one started, is still working in {experiment.out}: "
                 "wait for it or end it"
             ) from None
-        todo = [run for run in experiment.runs if not run.finished()]
+        known = {row["fingerprint"] for row in outcomes.read_record(experiment.record)}
+        todo = [run for run in experiment.runs if run.fingerprint not in known]
+        for run in [run for run in todo if run.finished()]:  # killed before its row was written
+            outcomes.add_to_record(experiment.record, outcomes.record_of(run))
+            todo.remove(run)
         jobs = world_jobs(experiment, todo, prepare)
         failed = execute(jobs, num_jobs, "worlds", (lock.fileno(),)) if jobs else []
-        ready = [run for run in todo if f"world {run.world}" not in failed]
-        jobs = [Job(run.name, train_command(run, experiment.base, script), run.log) for run in ready]
+        ready = {run.name: run for run in todo if f"world {run.world}" not in failed}
+        jobs = [Job(run.name, train_command(run, experiment.base, script), run.log) for run in ready.values()]
         print(
-            f"{len(experiment.runs)} runs: {len(experiment.runs) - len(todo)} finished, {len(jobs)} to do, "
-            f"{len(todo) - len(ready)} without a world",
+            f"{len(experiment.runs)} runs: {len(experiment.runs) - len(todo)} in {experiment.record}, "
+            f"{len(jobs)} to do, {len(todo) - len(ready)} without a world",
             file=sys.stderr,
         )
-        return failed + execute(jobs, num_jobs, "runs", (lock.fileno(),))
+
+        def add_row(job: Job) -> None:
+            outcomes.add_to_record(experiment.record, outcomes.record_of(ready[job.name]))
+
+        return failed + execute(jobs, num_jobs, "runs", (lock.fileno(),), add_row)
 
 
 def world_jobs(experiment: Experiment, todo: Sequence[Run], prepare: Sequence[str]) -> list[Job]:
@@ -171,44 +192,17 @@ def train_command(run: Run, base: Path, script: Path) -> tuple[str, ...]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# tables
+# command line
 
 
-def commit_of(path: Path) -> str:
-    """The abbreviated commit in a run.json; empty if there is none."""
-    about = parse_json(path.read_bytes(), str(path), "delete it") if path.exists() else {}
-    return str(about.get("commit", ""))[:7]
-
-
-def write_tables(experiment: Experiment, title: str) -> str:
-    """Writes table.md, table.csv, runs.csv and figure.png of the finished runs; returns table.md's text."""
-    finished = [run for run in experiment.runs if run.finished()]
-    if not finished:
-        raise ValueError(f"no run of this experiment has finished in {experiment.out}")
-    curves = []
-    for run in finished:
-        # Rows of a run that was continued beyond these steps are left out
-        rows = read_metrics(run.folder)[: run.steps]
-        about = {"world": run.world, "arm": run.arm, "rate": run.rate, "seed": run.seed, "steps": run.steps}
-        curves.append((about | outcomes.describe_run(rows, run.cfg.eval.during_training[0]), rows))
-    runs = [run for run, _ in curves]
-    commits = sorted({commit_of(run.folder / "run.json") for run in finished} - {""})
-    seeds = sorted({run.seed for run in finished})
-    head = (
-        f"{title}, base `{experiment.base}`: {len(finished)} of {len(experiment.runs)} runs finished, "
-        f"seeds {', '.join(map(str, seeds))}, commit {', '.join(commits) or 'unknown'}."
-    )
-    tables = [
-        outcomes.by_rate(runs),
-        outcomes.own_best(runs, experiment.reference),
-        outcomes.paired(runs, experiment.reference),
-    ]
-    text = "\n\n".join([head, *[outcomes.markdown(table) for table in tables if table.rows]]) + "\n"
-    (experiment.out / "table.md").write_text(text)
-    (experiment.out / "table.csv").write_text(outcomes.csv_text(outcomes.aggregate_rows(runs)))
-    (experiment.out / "runs.csv").write_text(outcomes.csv_text(runs))
-    plot_experiment(curves, experiment.figure_arms, experiment.out / "figure.png")
-    return text
+def write_tables(experiment: Experiment, figure: str | None) -> str:
+    """The tables of the record as Markdown; draws the figure if it has a path."""
+    rows = outcomes.read_record(experiment.record)
+    if not rows:
+        raise ValueError(f"no run of this experiment is in {experiment.record}: play it, or give --record")
+    if figure:
+        plot_experiment(rows, experiment.figure_arms, figure)
+    return tables.all_tables(experiment, rows)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -222,7 +216,10 @@ def make_parser() -> argparse.ArgumentParser:
         default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         help="runs at a time, one thread each (default: number of cores)",
     )
-    parser.add_argument("--table-only", action="store_true", help="tabulate what has finished; start nothing")
+    parser.add_argument("--only", metavar="PATTERN", help="only runs with such names, as 'wordy/*-s0'")
+    parser.add_argument("--tables", action="store_true", help="print the record's tables; start nothing")
+    parser.add_argument("--figure", metavar="PNG", help="with --tables: draw the figure into this file")
+    parser.add_argument("--record", metavar="CSV", help="in place of the YAML's `record`")
     parser.add_argument("--out", help="in place of the YAML's `out`")
     parser.add_argument("--worlds", help="folder of the prepared worlds (default: OUT/worlds)")
     parser.add_argument(
@@ -244,11 +241,22 @@ def run_command(experiment: Experiment, args: argparse.Namespace, script: Path) 
         signal.signal(signal.SIGTERM, before)
 
 
+def chosen(experiment: Experiment, pattern: str | None) -> Experiment:
+    """The experiment with only the runs whose names match; its folders are checked."""
+    runs = tuple(run for run in experiment.runs if fnmatch(run.name, pattern or "*"))
+    if not runs:
+        raise ValueError(f"--only {pattern}: no run has such a name (the first is {experiment.runs[0].name})")
+    check_made_alike(runs)
+    return dataclasses.replace(experiment, runs=runs)
+
+
 def main(argv: list[str] | None = None, script: Path = ROOT / "train.py") -> int:
     """The exit code: 0, 1 if a run failed, 2 for a mistake of the user, 7 for a full disk, 130 for Ctrl-C."""
     args = make_parser().parse_args(argv)
     try:
-        experiment = load_experiment(args.experiment, args.out, args.worlds)
+        if args.figure and not args.tables:
+            raise ValueError("--figure without --tables does nothing: add --tables")
+        experiment = load_experiment(args.experiment, args.out, args.worlds, args.record)
         if args.prepare:
             by_name = {run.name: run for run in experiment.runs}
             if args.prepare not in by_name:
@@ -256,10 +264,10 @@ def main(argv: list[str] | None = None, script: Path = ROOT / "train.py") -> int
                     f"--prepare {args.prepare}: no such run (the first is {next(iter(by_name))})"
                 )
             return prepare_world(by_name[args.prepare])
-        check_made_alike(experiment.runs)
-        failed = [] if args.table_only else run_command(experiment, args, script)
-        print(write_tables(experiment, Path(args.experiment).stem))
-        print(f"tables and figure are in {experiment.out}", file=sys.stderr)
+        failed = []
+        if not args.tables:
+            failed = run_command(chosen(experiment, args.only), args, script)
+        print(write_tables(experiment, args.figure))
     except ValueError as error:
         print(f"lld.experiment: {printable(error)}", file=sys.stderr)
         return 2

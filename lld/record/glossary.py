@@ -106,7 +106,7 @@ GLOSSARY = {
     "sentinel/displacement": (
         "its change since they were sampled; a fall is forgetting or displacement that stayed"
     ),
-    "phase": "0 healthy, 1 stagnation, 2 decay, 3 acceleration, 4 collapse (lld/record/phases.py)",
+    "phase": "0 healthy, 1 displacement, 2 flattening, 3 spiral, 4 collapse (lld/record/phases.py)",
     "sampler_gap/mean": (
         "mean |log p(trainer) - log p(sampler)| per token before the first update; "
         "float32: below 1e-5, bf16: below .003 (more with top_p < 1: the sampler cuts its "

@@ -1,21 +1,18 @@
-"""Detects, online from a run's log, the phases of the death spiral (paper, Sec. 4.2, Fig. 2) and collapse.
+"""Detects, online from a run's log, the way into the death spiral (paper, Sec. 4.2) and collapse itself.
 
-Phases 1 to 3 rest on a one-sided CUSUM (Page 1954): S sums how much likelihood correct responses lose in the
-updates, relative to their negative log-likelihood and beyond an allowance. A window is 10 steps.
+A window is 10 steps. Displacement alone does not tell a sick run from a healthy one (docs/alarm.md), so it is
+a phase without an alarm; what tells them apart is what becomes of the wrong responses.
 
-    x = displacement/correct / |likelihood/correct_old| of a step, clamped to ±0.3
-    S = max(0, S - x - 0.01)
-
-    1 stagnation     S > 0.3: for a while correct responses have not become likelier, although rewarded.
-    2 decay          S > 2: the losses sum to twice the negative log-likelihood of these responses.
-    3 acceleration   S > 2, and at least two of
-                     - S grew by more than 0.5 over the last window
-                     - mean entropy is above 1.3 times its lowest so far
-                     - median of ratio/q999 - 1 is above twice its median in the first two windows
-                     - median gradient norm is above twice its median in the first two windows
+    1 displacement   S > 2, where S is a one-sided CUSUM (Page 1954) of what correct responses lose:
+                     x = displacement/correct / |likelihood/correct_old| of a step, clamped to ±0.3
+                     S = max(0, S - x - 0.01)
+    2 flattening     entropy/incorrect (median of a window) has been more than 30 % above its least so far for
+                     a window of steps in a row: the distribution of wrong responses flattens.
+    3 spiral         2, and wrong responses are less likely than right ones by more than 0.4 nats a token
+                     (likelihood/incorrect_old - likelihood/correct_old, mean of a window).
 
 With one update per rollout, x is computed from `final/displacement/correct`, on the steps that were re-scored
-(monitor.rescore_every); the other steps do not change S.
+(monitor.rescore_every); the other steps do not change S. Phases 2 and 3 need no second update.
 
     4 collapse       At least two of these signs, or a lost reward for 10 steps in a row. The mean of the last
                      5 steps is compared with the best mean of a window so far (the first windows are
@@ -27,18 +24,17 @@ With one update per rollout, x is computed from `final/displacement/correct`, on
                      - truncated higher by 0.5
                      - entropy above 3 times, or below a twentieth, of its mean over the first 5 steps
 
-A phase is reported while its condition holds. Every comparison is with the run itself, so the rule does not
-depend on a model's scale. The constants of phases 1 to 3 were chosen on runs of the tiny world with seed 0;
-docs/alarm.md evaluates them and phase 4.
+The highest phase whose condition holds is reported. docs/alarm.md says how the constants were chosen and what
+the phases are worth.
 """
 
 import math
 import statistics
+from collections import deque
 
 WINDOW = 10  # steps
-ALLOWANCE, LARGEST_FALL = 0.01, 0.3
-STAGNATION, DECAY, GROWTH = 0.3, 2.0, 0.5
-ENTROPY_RISE, TAIL_RISE, GRADIENT_RISE = 1.3, 2.0, 2.0
+ALLOWANCE, LARGEST_FALL, DISPLACED = 0.01, 0.3, 2.0
+RISE, GAP = 1.3, -0.4
 SHORT = 5  # steps of the means for a collapse
 # Steps in a row of a lost reward that are a collapse without a second sign, or of no mixed group that are
 # worth a warning.
@@ -52,9 +48,30 @@ BETTER = {
     "valid_actions": max,
     "truncated": min,
 }
-WATCHED = (*BETTER, "entropy", "ratio/q999", "grad_norm")
-NAMES = ("healthy", "stagnation", "decay", "acceleration", "collapse")
-COLLAPSE = NAMES.index("collapse")
+WRONG, RIGHT, FLAT = "likelihood/incorrect_old", "likelihood/correct_old", "entropy/incorrect"
+WATCHED = (*BETTER, "entropy", FLAT, WRONG, RIGHT)
+NAMES = ("healthy", "displacement", "flattening", "spiral", "collapse")
+DISPLACEMENT, FLATTENING, SPIRAL, COLLAPSE = range(1, 5)
+
+
+class Rise:
+    """Whether the median of the last 10 values was 30 % above its least so far, for 10 values in a row."""
+
+    def __init__(self):
+        self.values: deque[float] = deque(maxlen=WINDOW)
+        self.least, self.held = math.inf, 0
+
+    def update(self, value: float) -> bool:
+        self.values.append(value)
+        if len(self.values) == WINDOW:
+            level = statistics.median(self.values)  # one wild step does not move it
+            self.least = min(self.least, level)
+            self.held = self.held + 1 if level > RISE * self.least else 0
+        return self.risen
+
+    @property
+    def risen(self) -> bool:
+        return self.held >= WINDOW
 
 
 class Detector:
@@ -70,7 +87,7 @@ class Detector:
         self.displacement = "displacement/correct" if num_updates > 1 else "final/displacement/correct"
         self.rows: list[dict] = []
         self.falls: list[float] = [0.0]  # S after each step
-        self.lowest_entropy = float("inf")
+        self.wrong = Rise()
         self.best: dict[str, float] = {}  # name -> best mean of a window so far
         self.signs: list[str] = []
         # Steps in a row with a lost reward, and without a mixed group.
@@ -78,39 +95,31 @@ class Detector:
 
     def update(self, row: dict) -> int:
         self.rows.append({name: row[name] for name in WATCHED if name in row})
-        if len(self.rows) >= WINDOW and (entropies := self._values("entropy")):
-            self.lowest_entropy = min(self.lowest_entropy, statistics.fmean(entropies))
         # Stays 0 if the row lacks the displacement or the likelihood of correct responses: there was no mixed
         # group, or the step was not re-scored.
         fall = 0.0
-        if self.displacement in row and "likelihood/correct_old" in row:
-            relative = row[self.displacement] / max(abs(row["likelihood/correct_old"]), 1e-6)
+        if self.displacement in row and RIGHT in row:
+            relative = row[self.displacement] / max(abs(row[RIGHT]), 1e-6)
             fall = -max(-LARGEST_FALL, min(LARGEST_FALL, relative)) - ALLOWANCE
         self.falls.append(max(0.0, self.falls[-1] + fall))
+        if FLAT in row:
+            self.wrong.update(row[FLAT])
         if self._has_collapsed():
             return COLLAPSE
-        if self.falls[-1] <= DECAY:
-            return int(self.falls[-1] > STAGNATION)
-        return 3 if self._signs_of_acceleration() >= 2 else 2
+        if self.wrong.risen:
+            return SPIRAL if self.gap < GAP else FLATTENING
+        return DISPLACEMENT if self.displaced else 0
 
-    def _signs_of_acceleration(self) -> int:
-        if len(self.rows) <= 2 * WINDOW:  # the first two windows are the reference
-            return 0
+    @property
+    def displaced(self) -> bool:
+        """Whether correct responses have lost twice their negative log-likelihood."""
+        return self.falls[-1] > DISPLACED
 
-        def median(name, start, end):
-            return statistics.median(self._values(name, start, end) or [0.0])
-
-        def first(name):
-            return median(name, 0, 2 * WINDOW)
-
-        return sum(
-            [
-                self.falls[-1] - self.falls[-1 - WINDOW] > GROWTH,
-                statistics.fmean(self._values("entropy") or [0.0]) > ENTROPY_RISE * self.lowest_entropy,
-                median("ratio/q999", -WINDOW, None) - 1 > TAIL_RISE * (first("ratio/q999") - 1),
-                median("grad_norm", -WINDOW, None) > GRADIENT_RISE * first("grad_norm"),
-            ]
-        )
+    @property
+    def gap(self) -> float:
+        """Log-likelihood of wrong minus right responses, nats a token, over the last window; 0 without it."""
+        wrong, right = self._values(WRONG), self._values(RIGHT)
+        return statistics.fmean(wrong) - statistics.fmean(right) if wrong and right else 0.0
 
     def warning(self, row: dict, phase: int) -> str | None:
         """The message after the update with `row`, if `phase` begins (0: none does).
@@ -125,17 +134,14 @@ class Detector:
                 "time: end the run (monitor.stop_in_phase=4 does it) and "
                 "start a new one from a checkpoint of before (model.path), with a smaller optim.lr."
             )
-        if phase:
-
-            def value(name):
-                return row.get(name, math.nan)
-
+        if phase in (FLATTENING, SPIRAL):
+            flat = statistics.median(self.wrong.values)
             return (
-                f"{begins}: correct responses lose likelihood, {value('displacement/correct'):+.4f} nats a "
-                f"token at this step; entropy {value('entropy'):.3f}, ratio tail "
-                f"{value('ratio/q999'):.2f}, "
-                f"gradient norm {value('grad_norm'):.2f}. If the reward stops rising, lower optim.lr or "
-                "raise loss.lld_weight."
+                f"{begins}: entropy of wrong responses {self.wrong.least:.2f} at its least -> {flat:.2f} "
+                f"nats; they are {abs(self.gap):.2f} nats a token "
+                f"{'less' if self.gap < 0 else 'more'} likely than right ones. If the sampler cuts "
+                "(rollout.top_p below 1), train what it samples: loss.support=kept, or rollout.top_p=1. "
+                "Otherwise lower optim.lr, or raise loss.lld_weight."
             )
         if self.idle == LONG and not self.signs:
             return (

@@ -88,7 +88,7 @@ def steps_of(box: Path) -> list[int]:
     if latest is None or not steps or not (box / "config.yaml").is_file():
         raise ValueError(
             f"--replay {box}: no crash box, it needs config.yaml, checkpoints/ and episodes/ (a run with "
-            "monitor.crash_box > 0 writes one to its boxes/ when decay, acceleration or collapse begins)"
+            "monitor.crash_box > 0 writes one to its boxes/ when flattening, spiral or collapse begins)"
         )
     first = int(latest.name.removeprefix("step_"))
     if steps != list(range(first, first + len(steps))):

@@ -18,18 +18,13 @@ from statistics import fmean, median
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from lld.experiment.outcomes import alarms
 from lld.record import phases, runs
 
 FIXTURE = ROOT / "tests" / "fixtures" / "alarm.jsonl"
-NAMES = (*phases.WATCHED, "displacement/correct", "likelihood/correct_old")
+NAMES = (*phases.WATCHED, "displacement/correct")
 DIGITS = 3
-
-
-class WithoutCollapse(phases.Detector):
-    """The phases as they were before collapse was one."""
-
-    def _has_collapsed(self) -> bool:
-        return False
+SIGNS = ("displacement", "flattening", "gap", "spiral", "collapse")  # of lld.experiment.outcomes.alarms
 
 
 def record(folders: list[Path]) -> None:
@@ -80,20 +75,10 @@ def reward_lost(rewards: list[float]) -> tuple[bool, int | None]:
 
 def judge(about: dict, rows: list[dict]) -> dict:
     """One row of the table: whether and when the reward was lost, and the first step of each alarm."""
-
-    def first(found, level):
-        return next((s for s, phase in enumerate(found) if phase >= level), None)
-
-    detector, before = phases.Detector(about["updates"]), WithoutCollapse(about["updates"])
-    now, old = [detector.update(row) for row in rows], [before.update(row) for row in rows]
     collapsed, since = reward_lost([row["reward/mean"] for row in rows])
-    return about | {
-        "steps": len(rows),
-        "collapsed": collapsed,
-        "lost": since,
-        "old": first(old, 2),
-        "collapse": first(now, phases.COLLAPSE),
-    }
+    return (
+        about | {"steps": len(rows), "collapsed": collapsed, "lost": since} | alarms(rows, about["updates"])
+    )
 
 
 def table() -> tuple[list[dict], str]:
@@ -108,37 +93,29 @@ def table() -> tuple[list[dict], str]:
 
     lines = [
         (
-            "| questions | rate | method | seed | steps | collapsed | reward lost from | decay or "
-            "acceleration "
-            "| collapse alarm | steps after the loss |"
+            "| questions | rate | method | seed | steps | collapsed | reward lost from | "
+            + " | ".join(SIGNS)
+            + " |"
         ),
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "|---" * (7 + len(SIGNS)) + "|",
     ]
     for run in judged:
-        late = show(
-            run["collapse"] - run["lost"] if run["collapse"] is not None and run["lost"] is not None else None
-        )
         lines.append(
             f"| {run['questions']} | {run['rate']:g} | {run['method']} | {run['seed']} | {run['steps']} | "
-            f"{'yes' if run['collapsed'] else 'no'} | {show(run['lost'])} | {show(run['old'])} | "
-            f"{show(run['collapse'])} | {late} |"
+            f"{'yes' if run['collapsed'] else 'no'} | {show(run['lost'])} | "
+            + " | ".join(show(run[f"alarm_{name}"]) for name in SIGNS)
+            + " |"
         )
-    for name, column in (("decay or acceleration (the rule before)", "old"), ("collapse", "collapse")):
-        dead, alive = (
-            [run for run in judged if run["collapsed"]],
-            [run for run in judged if not run["collapsed"]],
-        )
-        caught = [run for run in dead if run[column] is not None]
-        delays = sorted(run[column] - run["lost"] for run in caught)
-        middle = (
-            f", {delays[0]:+d} to {delays[-1]:+d} steps after the loss, median {median(delays):+g}"
-            if len(delays) > 1
-            else f", {delays[0]:+d} steps after the loss"
-            if delays
-            else ""
-        )
+    dead = [run for run in judged if run["collapsed"]]
+    alive = [run for run in judged if not run["collapsed"]]
+    for name in SIGNS:
+        column = f"alarm_{name}"
+        delays = sorted(run[column] - run["lost"] for run in dead if run[column] is not None)
+        before = sum(delay < 0 for delay in delays)
+        middle = f", {delays[0]:+d} to {delays[-1]:+d} steps, median {median(delays):+g}" if delays else ""
         lines.append(
-            f"\n{name}: {len(caught)} of {len(dead)} collapsed runs{middle}; false alarms in "
+            f"\n{name}: of {len(dead)} collapsed runs {before} before the loss, {len(delays) - before} after "
+            f"it, {len(dead) - len(delays)} missed{middle}; false alarms in "
             f"{sum(run[column] is not None for run in alive)} of {len(alive)} others"
         )
     return judged, "\n".join(lines)

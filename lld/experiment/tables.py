@@ -1,0 +1,243 @@
+"""An experiment's record -> its tables in Markdown."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import log
+from statistics import fmean, median
+
+from lld.experiment import intervals
+from lld.experiment.grid import Experiment, Run
+from lld.experiment.outcomes import END, FELL
+from lld.record.contexts import CONTEXTS
+
+DASH = "–"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A title that says how to read it, column names, and cells as text."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+def table_of(title: str, rows: Sequence[dict[str, str]]) -> Table:
+    """A table of rows that all have the same columns."""
+    header = tuple(rows[0]) if rows else ()
+    return Table(title, header, [tuple(row.values()) for row in rows])
+
+
+def markdown(table: Table) -> str:
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    lines = [line(cells) for cells in (table.header, ["---"] * len(table.header), *table.rows)]
+    return "\n".join([table.title, "", *lines])
+
+
+def cell(values: Sequence[float | None], digits: int = 2, signed: bool = False) -> str:
+    """'0.81 ± 0.03'; with the number of seeds in brackets if some have no value; a dash if none has."""
+    present = [value for value in values if value is not None]
+    if not present:
+        return DASH
+    mean, half = intervals.mean_interval(present)
+    text = f"{mean:+.{digits}f}" if signed else f"{mean:.{digits}f}"
+    if half is not None:
+        text += f" ± {half:.{digits}f}"
+    return text if len(present) == len(values) else f"{text} [{len(present)}]"
+
+
+def p_text(p: float | None) -> str:
+    return DASH if p is None else f"{p:.2g}"
+
+
+def groups(rows: Sequence[dict], *names: str) -> dict[tuple, list[dict]]:
+    """Rows by the values of `names`: worlds and arms in order of appearance, rates and seeds rising."""
+    worlds = list(dict.fromkeys(row["world"] for row in rows))
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+
+    def place(row: dict) -> tuple:
+        return worlds.index(row["world"]), arms.index(row["arm"]), float(row["rate"]), row["seed"]
+
+    found: dict[tuple, list[dict]] = {}
+    for row in sorted(rows, key=place):
+        found.setdefault(tuple(row[name] for name in names), []).append(row)
+    return found
+
+
+def of(name: str, digits: int, rows: Sequence[dict]) -> str:
+    """The cell of one number of the record."""
+    return cell([row[name] for row in rows], digits)
+
+
+def happened(name: str, rows: Sequence[dict]) -> str:
+    """'3 of 5 (.15 to .95), step 212': how many runs have that step, the share's interval, and the median."""
+    steps = [row[name] for row in rows if row[name] is not None]
+    low, high = intervals.share_interval(len(steps), len(rows))
+    text = f"{len(steps)} of {len(rows)} ({low:.2f} to {high:.2f})"
+    return text + (f", step {median(steps):.0f}" if steps else "")
+
+
+def when(name: str, rows: Sequence[dict]) -> str:
+    """'212 (4 of 5)': the median step of the runs that have it."""
+    steps = [row[name] for row in rows if row[name] is not None]
+    return f"{median(steps):.0f} ({len(steps)} of {len(rows)})" if steps else f"{DASH} (0 of {len(rows)})"
+
+
+def arrow(names: Sequence[str], rows: Sequence[dict]) -> str:
+    """'0.82 -> 0.69 -> 2.60': means over seeds of several numbers."""
+    values = [[row[name] for row in rows if row[name] is not None] for name in names]
+    return " -> ".join(f"{fmean(some):.2f}" if some else DASH for some in values)
+
+
+# ----------------------------------------------------------------------------------------------------
+# what became of each arm
+
+OUTCOMES_TITLE = (
+    f"**What became of each arm.** EM: training episodes, mean of the last {END} steps and highest "
+    f"mean of {END}; held out: greedy, after the last step; ± 95 % t-interval over the n seeds. Fell: "
+    f"EM of the end below {FELL:.0%} of the best level, of how many runs, with the exact 95 % interval"
+    " of the share and the median step from which it stayed there. Halved: the 10-step mean reward "
+    "below half of its best for ten steps, and the first of them."
+)
+OUTCOMES: dict[str, Callable[[Sequence[dict]], str]] = {
+    "EM end": partial(of, "em_end", 3),
+    "EM peak": partial(of, "em_peak", 3),
+    "held out": partial(of, "held_out_end", 3),
+    "fell": partial(happened, "fell_step"),
+    "halved": partial(when, "collapse_step"),
+    "valid actions": partial(of, "valid_end", 2),
+    "tokens": partial(arrow, ("tokens_start", "tokens_end")),
+}
+LIKELIHOODS_TITLE = (
+    "**What became of likelihoods and entropies**, means over seeds, nats a token. Right, wrong: log-"
+    "likelihood of responses with A > 0 and A < 0, at the start, at its highest (10-step mean) and at"
+    " the end. Entropy of wrong responses at the start, at its least and at the end, then of right "
+    "ones at the end. Flattening: median step from which the entropy of wrong responses is 30 % above"
+    " its least for ten steps, of how many runs; as a whole, and in contexts that have seen no "
+    "passage yet (first), one with the answer (lucky), only others (unlucky)."
+)
+LIKELIHOODS: dict[str, Callable[[Sequence[dict]], str]] = {
+    "right": partial(arrow, ("right_start", "right_most", "right_end")),
+    "wrong": partial(arrow, ("wrong_start", "wrong_most", "wrong_end")),
+    "entropy of wrong": partial(arrow, ("entropy_wrong_start", "entropy_wrong_least", "entropy_wrong_end")),
+    "of right": partial(arrow, ("entropy_right_end",)),
+    "flattening": partial(when, "onset"),
+    **{f"{name} contexts": partial(when, f"onset_{name}") for name in CONTEXTS},
+}
+
+
+def by_arm(rows: Sequence[dict], title: str, columns: dict[str, Callable[[Sequence[dict]], str]]) -> Table:
+    """World x arm x rate, over seeds."""
+    table = []
+    for (world, arm, rate, steps), same in groups(rows, "world", "arm", "rate", "steps").items():
+        about = {"world": world, "arm": arm, "lr": rate, "steps": str(steps), "n": str(len(same))}
+        table.append(about | {name: column(same) for name, column in columns.items()})
+    return table_of(title, table)
+
+
+# ----------------------------------------------------------------------------------------------------
+# arms compared
+
+PAIRS_TITLE = (
+    "**Arms compared at the same world and learning rate**: first arm minus second. EM: of the end, "
+    "mean difference over the seeds that both have ± 95 % t-interval; p: exact, over all signs of "
+    "these differences (five pairs give at least .0625), and over all ways of dealing the runs to the"
+    " two arms (five and five: at least .0079). Fell: runs of each; p of Fisher's exact test. "
+    "Entropy, gap: of wrong responses, and wrong minus right log-likelihood, at the end."
+)
+
+
+def compared(rows: Sequence[dict], pairs: Sequence[tuple[str, str]]) -> Table:
+    """Each pair of arms at each world and rate that both have."""
+    points = groups(rows, "world", "rate", "arm")
+    table = []
+    for world, rate in dict.fromkeys((world, rate) for world, rate, _ in points):
+        for arm, other in pairs:
+            ones, others = points.get((world, rate, arm)), points.get((world, rate, other))
+            if ones and others:
+                table.append({"world": world, "lr": rate, "arms": f"{arm} - {other}"} | _pair(ones, others))
+    return table_of(PAIRS_TITLE, table)
+
+
+def _pair(ones: Sequence[dict], others: Sequence[dict]) -> dict[str, str]:
+    by_seed = {row["seed"]: row for row in others}
+    pairs = [(row, by_seed[row["seed"]]) for row in ones if row["seed"] in by_seed]
+
+    def differences(name: str) -> list[float | None]:
+        both = [(one[name], other[name]) for one, other in pairs]
+        return [None if None in pair else pair[0] - pair[1] for pair in both]
+
+    fell = [sum(row["fell_step"] is not None for row in some) for some in (ones, others)]
+    ends = [[row["em_end"] for row in some] for some in (ones, others)]
+    return {
+        "n": str(len(pairs)),
+        "EM": cell(differences("em_end"), 3, signed=True),
+        "p of signs": p_text(intervals.sign_flip_p([d for d in differences("em_end") if d is not None])),
+        "p of dealing": p_text(intervals.swap_p(*ends)),
+        "fell": f"{fell[0]} of {len(ones)}, {fell[1]} of {len(others)}",
+        "p": p_text(intervals.fisher_p(fell[0], len(ones), fell[1], len(others))),
+        "entropy": cell(differences("entropy_wrong_end"), 2, signed=True),
+        "gap": cell(differences("gap_end"), 2, signed=True),
+    }
+
+
+# ----------------------------------------------------------------------------------------------------
+# the law of the onset
+
+LAW_TITLE = (
+    "**When the flattening begins**: log onset = intercept + sum of coefficient x factor + noise, with 95 % "
+    "intervals. Runs without an onset count as later than their last step."
+)
+
+
+def law(rows: Sequence[dict], runs: Sequence[Run], arms: Sequence[str]) -> Table:
+    """The fit over the runs of `arms`.
+
+    Factors: log(1 - top_p) and log learning rate, and with several worlds the log entropy of the first steps'
+    text, as far as the runs differ in them.
+    """
+    by_fingerprint = {run.fingerprint: run.cfg for run in runs if run.arm in arms}
+    used = [
+        (row, by_fingerprint[row["fingerprint"]])
+        for row in rows
+        if row["fingerprint"] in by_fingerprint and by_fingerprint[row["fingerprint"]].rollout.top_p < 1
+    ]
+    factors = {
+        "log(1 - top_p)": [log(1 - cfg.rollout.top_p) for _, cfg in used],
+        "log learning rate": [log(float(row["rate"])) for row, _ in used],
+    }
+    if len({row["world"] for row, _ in used}) > 1:  # within a world the first steps differ by noise alone
+        factors["log entropy of the first steps"] = [log(row["entropy_start"] or 1.0) for row, _ in used]
+    factors = {name: values for name, values in factors.items() if len(set(values)) > 1}
+    seen = [row["onset"] is not None for row, _ in used]
+    times = [row["onset"] or row["steps"] for row, _ in used]
+    fit = intervals.survival_fit(list(zip(*factors.values(), strict=True)), times, seen) if factors else None
+    if fit is None:
+        return Table(LAW_TITLE, (), [])
+    entries = [
+        {"factor": name, "coefficient": f"{value:+.2f} ± {half:.2f}"}
+        for name, value, half in zip(("intercept", *factors), fit.coefficients, fit.halves, strict=True)
+    ]
+    runs_used = f"{fit.scatter:.2f}; {sum(seen)} onsets in {len(used)} runs"
+    return table_of(LAW_TITLE, [*entries, {"factor": "scatter of log onset", "coefficient": runs_used}])
+
+
+def all_tables(experiment: Experiment, rows: Sequence[dict]) -> str:
+    """The tables of a record as Markdown."""
+    commits = sorted({row["commit"][:7] for row in rows} - {""})
+    wanted = {run.fingerprint for run in experiment.runs}
+    done = sum(row["fingerprint"] in wanted for row in rows)
+    head = (
+        f"{experiment.name}: {done} of {len(experiment.runs)} runs played, {len(rows) - done} others in "
+        f"{experiment.record}, commit {', '.join(commits) or 'unknown'}."
+    )
+    tables = [
+        by_arm(rows, OUTCOMES_TITLE, OUTCOMES),
+        by_arm(rows, LIKELIHOODS_TITLE, LIKELIHOODS),
+        compared(rows, experiment.pairs),
+        law(rows, experiment.runs, experiment.law),
+    ]
+    return "\n\n".join([head, *[markdown(table) for table in tables if table.rows]]) + "\n"
