@@ -16,7 +16,15 @@ from lld import files
 from lld.experiment.grid import Run
 from lld.record import phases
 from lld.record.contexts import CONTEXTS
-from lld.record.runs import find_collapse, is_number, parse_json, read_metrics, running_mean, series
+from lld.record.runs import (
+    find_collapse,
+    is_number,
+    parse_json,
+    read_metrics,
+    read_rows,
+    running_mean,
+    series,
+)
 
 END = 40  # steps of a level: of the end, and of the best one
 CURVE = 25  # steps of a point of a curve
@@ -137,7 +145,6 @@ def describe_run(rows: Sequence[dict], benchmark: str | None = None, num_updates
         row[f"advantage_{name}"] = fmean(advantages) if advantages else None
     row |= alarms(rows, num_updates)
     row["skipped_updates"] = sum(series(rows, "skipped_updates")[1])
-    row["seconds"] = sum(series(rows, "time/step_s")[1])
     return row | {f"curve_{name}": curve(rows, logged) for name, logged in FOLLOWED.items()}
 
 
@@ -149,7 +156,9 @@ def record_of(run: Run) -> dict:
     rows = read_metrics(run.folder)[: run.steps]  # a run may have been continued beyond these steps
     row = {"world": run.world, "arm": run.arm, "rate": run.rate, "seed": run.seed, "steps": run.steps}
     row |= describe_run(rows, benchmark, run.cfg.optim.updates_per_rollout)
-    row |= {"options": " ".join(run.asked), "fingerprint": run.fingerprint}
+    timings = series(read_rows(run.folder / "timings.jsonl"), "time/step_s")[1]
+    row |= {"seconds": sum(timings[: run.steps]), "options": " ".join(run.asked)}
+    row["fingerprint"] = run.fingerprint
     row |= {"commit": str(made.get("commit", ""))[:18], "machine": machine()}
     return {name: rounded(value) for name, value in row.items()}
 
