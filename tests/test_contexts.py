@@ -1,6 +1,7 @@
 """Means by what a context has shown, and the kept mass, against loops over tokens and hand-made numbers."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -66,17 +67,16 @@ def naive(episodes, batch, scores):
                 place = row, len(episode.prompt_ids) + t
                 old, new = float(scores.old_BT[place]), float(scores.new_BT[place])
                 entropy = float(scores.entropy_BT[place])
-                values = {
-                    f"entropy/{group}": entropy,
-                    "kept_mass": 2.718281828 ** (old - episode.logprobs[t]),
-                }
+                mass = math.exp(old - episode.logprobs[t])
+                values = {f"entropy/{group}": entropy, "kept_mass": mass}
                 if context:
                     values |= {
                         f"entropy/{group}/{context}": entropy,
                         f"likelihood/{group}/{context}": new,
                         f"displacement/{group}/{context}": new - old,
                         f"advantage/{context}": advantage,
-                        f"kept_mass/{context}": values["kept_mass"],
+                        f"kept_mass/{context}": mass,
+                        f"drift/{context}": -advantage * (1 - mass) * math.exp(old) * (old + entropy),
                     }
                 for name, value in values.items():
                     found.setdefault(name, []).append(value)
@@ -129,14 +129,46 @@ def test_contexts_by_hand(golds, turns, wanted):
 
 def test_the_kept_mass_is_the_probability_of_the_nucleus():
     """By hand: of (.5, .3, .15, .05) top_p = .6 keeps two tokens, of mass .8."""
-    probabilities_V = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    pi_V = torch.tensor([0.5, 0.3, 0.15, 0.05])
     uniforms_S = torch.rand(64, generator=torch.Generator().manual_seed(0))
-    drawn = sample_tokens(probabilities_V.log().expand(64, 4), uniforms_S, 1.0, 0.6)
-    assert {token for token, _ in drawn} == {0, 1}
-    old_BT = probabilities_V[[token for token, _ in drawn]].log()[None]
-    batch = collate(
-        [Episode(Question("q/1", "?", ("x",), "q"), 0, [1], [1], [1], [0.0])], torch.ones(1, 1), 0
-    )
-    batch = dataclasses.replace(batch, sampled_logprobs_BT=torch.tensor([[logprob for _, logprob in drawn]]))
-    scores = Scores(old_BT, old_BT, old_BT, None, old_BT, [[0]])
-    assert contexts.kept_mass(batch, scores)[0].tolist() == pytest.approx([0.8] * 64)
+    drawn = sample_tokens(pi_V.log().expand(64, 4), uniforms_S, 1.0, 0.6)
+    token_N, sampled_N = torch.tensor([pair[0] for pair in drawn]), torch.tensor([pair[1] for pair in drawn])
+    assert set(token_N.tolist()) == {0, 1}
+    assert contexts.kept_mass(pi_V.log()[token_N], sampled_N).tolist() == pytest.approx([0.8] * 64)
+
+
+def predicted(pi_V, mu_V, advantage):
+    """The mean of `drift` over tokens drawn from mu, by enumeration."""
+    entropy = -(pi_V * pi_V.log()).sum()
+    drawn_N = mu_V.nonzero()[:, 0]
+    logs_N, mass_N = pi_V.log()[drawn_N], pi_V[drawn_N] / mu_V[drawn_N]
+    values_N = contexts.drift(torch.tensor(advantage), logs_N, entropy.expand_as(logs_N), mass_N)
+    return float((mu_V[drawn_N] * values_N).sum())
+
+
+def measured(pi_V, mu_V, advantage, eta=1e-6):
+    """The change of entropy by one small step on the mean policy gradient of all tokens, per unit of step."""
+    logits_V = pi_V.log().requires_grad_()
+    (mu_V * advantage * logits_V.log_softmax(-1)).sum().backward()
+    moved_V = (logits_V + eta * logits_V.grad).detach().softmax(-1)
+    return float((pi_V * pi_V.log()).sum() - (moved_V * moved_V.log()).sum()) / eta
+
+
+@pytest.mark.parametrize("advantage", [0.7, -1.3])
+def test_the_drift_predicts_how_entropy_changes(advantage):
+    """Sharper where A > 0, flatter where A < 0: for a temperature exactly, for a cut less than in truth."""
+    logits_V = 2 * torch.randn(50, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    pi_V = logits_V.softmax(-1)
+    colder_V = (logits_V / 0.8).softmax(-1)
+    assert predicted(pi_V, pi_V, advantage) == 0
+    assert measured(pi_V, pi_V, advantage) == pytest.approx(0, abs=1e-6)
+    exact = measured(pi_V, colder_V, advantage)
+    assert predicted(pi_V, colder_V, advantage) == pytest.approx(exact, rel=1e-3) and exact * advantage < 0
+    ordered_V = pi_V.sort(descending=True).values
+    kept_V = pi_V >= ordered_V[int((ordered_V.cumsum(0) < 0.8).sum())]
+    nucleus_V = torch.where(kept_V, pi_V, 0.0) / pi_V[kept_V].sum()
+    entropy = -(pi_V * pi_V.log()).sum()
+    left_out = advantage * float((pi_V**2 * (pi_V.log() + entropy))[~kept_V].sum())
+    found, exact = predicted(pi_V, nucleus_V, advantage), measured(pi_V, nucleus_V, advantage)
+    assert found + left_out == pytest.approx(exact, rel=1e-3)
+    assert found * advantage < 0 and left_out * advantage < 0

@@ -14,6 +14,7 @@ import yaml
 
 from lld.config import Config
 from lld.record import runs
+from lld.record.contexts import CONTEXTS
 from lld.record.glossary import GLOSSARY
 from lld.record.metrics import described
 from lld.report import figure, page
@@ -25,6 +26,10 @@ HOSTILE = (
     "</style>"
 )
 PEOPLE = ("the North Queensland Cowboys", "North Queensland", "Ada Quill", "the Cowboys")
+BY_BOTH, BY_CONTEXT = (
+    ("entropy", "likelihood", "displacement"),
+    ("advantage", "kept_mass", "drift", "context"),
+)
 PHASES = [0] * 10 + [1] * 10 + [2] * 10 + [3] * 10
 
 
@@ -166,7 +171,9 @@ def make_row(rng, step, steps, shift):
             f"likelihood/{group}_new": base - at - 0.01,
             f"displacement/{group}": rng.gauss(-0.01 * at, 0.005),
             f"displaced/{group}/responses": 0.5,
+            f"entropy/{group}": 0.3 + at,
         }
+        row |= {f"{name}/{group}/{context}": base + at for name in BY_BOTH for context in CONTEXTS}
         row |= {
             f"{prefix}displacement/{group}/{part}/turn{turn}": rng.gauss(-0.01 * at, 0.01)
             for prefix in ("", "final/")
@@ -184,6 +191,7 @@ def make_row(rng, step, steps, shift):
         "wrong/second_action": -0.5 - at / 3,
         "wrong/observation_match": at / 2,
     }
+    row |= {f"{name}/{context}": at for name in BY_CONTEXT for context in CONTEXTS} | {"kept_mass": 0.9}
     if step % 10 == 0:
         row |= {"sentinel/likelihood": -0.1 - at, "eval/made/em": 0.4 + at / 3}
     return row
@@ -593,7 +601,9 @@ def built(tmp_path_factory):
 
 
 @needs_browser
-@pytest.mark.parametrize("view", ["overview", "figures", "displacement", "trajectories", "glossary"])
+@pytest.mark.parametrize(
+    "view", ["overview", "figures", "displacement", "contexts", "trajectories", "glossary"]
+)
 def test_every_view_draws_without_a_console_message(tmp_path, built, view):
     dom = browse(tmp_path, built, f"view={view}")
     assert (
@@ -610,6 +620,8 @@ def test_every_view_draws_without_a_console_message(tmp_path, built, view):
             and dom.count("★</text>") + dom.count("★<title>") == 2
         )
         assert dom.count('class="bar-3a"') == 4 * (2 + 1)  # at each of 4 steps, the mixed groups of both runs
+    if view == "contexts":  # every name of both runs
+        assert "Missing" not in dom and dom.count('class="line"') == 2 * 3 * (3 + len(BY_CONTEXT))
     if view == "glossary":
         assert all(html.escape(name, quote=False) in dom for name in GLOSSARY)
 
@@ -807,7 +819,9 @@ def test_a_last_step_without_mixed_groups_is_not_the_one_shown_first(tmp_path):
 
 
 @needs_browser
-@pytest.mark.parametrize("view", ["overview", "figures", "displacement", "trajectories", "glossary"])
+@pytest.mark.parametrize(
+    "view", ["overview", "figures", "displacement", "contexts", "trajectories", "glossary"]
+)
 def test_no_view_scrolls_sideways_on_a_phone(tmp_path, built, view):
     """In a frame of 420 pixels, which a window of a desktop's browser may not be."""
     frame = tmp_path / "frame.html"

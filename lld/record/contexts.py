@@ -1,4 +1,4 @@
-"""Where a policy changes: the recorder's means by what the context of a token has shown, and the kept mass.
+"""Where a policy changes, and why: means by what a token's context has shown, kept mass and drift.
 
 The context of a token is what its episode had read when the token was sampled:
 
@@ -52,10 +52,10 @@ def contexts_of(batch: Batch, episodes: list[Episode]) -> torch.Tensor:
 
 
 def describe(batch: Batch, scores: Scores, episodes: list[Episode]) -> dict[str, float]:
-    """Entropy by class, and entropy, likelihood and displacement by class and context; E[A | context].
+    """Entropy by class, and entropy, likelihood and displacement by class and context; what drives them.
 
-    Entropy and likelihood are those at the moment of the token's update. Rows with a non-finite value are
-    left out.
+    That is E[A | context], the kept mass and the drift. Entropy and likelihood are those at the moment of the
+    token's update. Rows with a non-finite value are left out.
     """
     context_BT = contexts_of(batch, episodes)
     delta_BT = scores.new_BT - scores.old_BT
@@ -67,32 +67,50 @@ def describe(batch: Batch, scores: Scores, episodes: list[Episode]) -> dict[str,
     context_N = context_BT[mask_BT]
     advantages_N = batch.advantages_B[:, None].expand_as(mask_BT)[mask_BT]
     class_N = class_of(advantages_N)
-    entropy_N, mass_BT = scores.entropy_BT[mask_BT], kept_mass(batch, scores)
+    old_N, entropy_N = scores.old_BT[mask_BT], scores.entropy_BT[mask_BT]
     row = means("entropy/", CLASSES, entropy_N, class_N)
     cells = [f"{group}/{context}" for group in CLASSES for context in CONTEXTS]
     cell_N = torch.where(context_N == NONE, NONE, class_N * len(CONTEXTS) + context_N)
-    for name, values_BT in (("likelihood", scores.new_BT), ("displacement", delta_BT)):
-        row |= means(f"{name}/", cells, values_BT[mask_BT], cell_N)
-    row |= means("entropy/", cells, entropy_N, cell_N)
+    tables = {"entropy": entropy_N, "likelihood": scores.new_BT[mask_BT], "displacement": delta_BT[mask_BT]}
+    for name, values_N in tables.items():
+        row |= means(f"{name}/", cells, values_N, cell_N)
+    mass_N = kept_mass(old_N, batch.sampled_logprobs_BT[mask_BT])
     row |= means("advantage/", CONTEXTS, advantages_N, context_N)
-    for index, name in enumerate(CONTEXTS):
-        row[f"context/{name}"] = float((context_N == index).double().mean())
-    return row | described_mass(mass_BT[mask_BT], context_N)
+    row |= {f"context/{name}": float((context_N == i).double().mean()) for i, name in enumerate(CONTEXTS)}
+    row |= {"kept_mass": float(mass_N.double().mean())} | means("kept_mass/", CONTEXTS, mass_N, context_N)
+    return row | means("drift/", CONTEXTS, drift(advantages_N, old_N, entropy_N, mass_N), context_N)
 
 
-def kept_mass(batch: Batch, scores: Scores) -> torch.Tensor:
-    """(B, T): pi_old / mu of the tokens that the model wrote, mu being the probability they were drawn with.
+def kept_mass(old_N: torch.Tensor, sampled_N: torch.Tensor) -> torch.Tensor:
+    """(N,): pi / mu of sampled tokens, from the logarithms of both: pi is trained, mu was sampled from.
 
-    The mean over tokens drawn from mu is sum_v mu_v (pi_v / mu_v), over the v that mu can draw: the
-    probability that the trainer's policy gives to them. Where mu is pi cut to some tokens and renormalised,
-    as by top_p, pi / mu is that mass exactly, token by token.
+    The mean over tokens drawn from mu is sum_v mu_v (pi_v / mu_v) over the v that mu can draw: the
+    probability that pi gives to them. Where mu is pi cut to some tokens and renormalised, as by top_p, pi /
+    mu is that mass exactly, token by token.
     """
-    return (scores.old_BT - batch.sampled_logprobs_BT).exp()
+    return (old_N - sampled_N).exp()
 
 
-def described_mass(mass_N: torch.Tensor, context_N: torch.Tensor) -> dict[str, float]:
-    fine_N = mass_N.isfinite()
-    if not fine_N.any():
-        return {}
-    row = {"kept_mass": float(mass_N[fine_N].double().mean())}
-    return row | means("kept_mass/", CONTEXTS, mass_N[fine_N], context_N[fine_N])
+def drift(
+    advantages_N: torch.Tensor, old_N: torch.Tensor, entropy_N: torch.Tensor, mass_N: torch.Tensor
+) -> torch.Tensor:
+    """(N,): the change of entropy that the gap between sampler and policy predicts, per unit of step.
+
+    Let pi be the trained distribution over the tokens v at some place of an episode, z its logits, H its
+    entropy, and mu the sampler's distribution. A step of size eta on the policy gradient moves z by
+
+        eta E_{a ~ mu}[A d log pi(a) / dz] = eta E[A] (mu - pi)
+
+    if the choice of the token does not matter for A. It is 0 where mu = pi, whatever A is. To first order,
+    with dH / dz_v = -pi_v (log pi_v + H), the entropy then changes by
+
+        -eta E[A] sum_v (mu_v - pi_v) pi_v (log pi_v + H)
+
+    Over the tokens that mu can draw, the sum is the mean of (1 - pi_a / mu_a) pi_a (log pi_a + H) over a ~
+    mu, so sampled tokens give it without bias: this function returns -A (1 - m) pi_a (log pi_a + H) with m =
+    pi_a / mu_a, the `kept_mass`. The tokens that mu cuts add eta E[A] sum_v pi_v^2 (log pi_v + H), which is
+    left out. It has the same sign where these tokens are rarer than e^-H, so the drift is understated;
+    nothing is left out of a sampler that only has another temperature. Adam and clipping make
+    eta unknown: signs and courses can be compared with the entropy, sizes cannot.
+    """
+    return -advantages_N * (1 - mass_N) * old_N.exp() * (old_N + entropy_N)

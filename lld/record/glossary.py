@@ -37,6 +37,11 @@ GLOSSARY = {
         'tokens; 1 unless top_p or the like cuts its distribution, and with loss.support "kept"'
     ),
     "advantage/*": "mean advantage per token by context; not 0 in healthy runs either",
+    "drift/*": (
+        "predicted change of entropy per unit of step, by context, from what the sampler cuts: the mean of "
+        "-A (1 - m) pi (log pi + H), m being the kept mass (`drift` in lld/record/contexts.py); 0 if nothing "
+        "is cut, above 0 flattens"
+    ),
     "context/*": "share of the model's tokens in that context",
     "*/first": (
         "kept mass, or by class entropy, log pi and displacement, over the tokens sampled before their "

@@ -38,11 +38,16 @@ PANELS = (
         {"displacement/correct": "-"},
         False,
     ),
-    ("Entropy of the next token", "nats", {"entropy": "-"}, False),
+    ("Entropy of the next token", "nats", {"entropy": "-", "entropy/incorrect": "--"}, False),
     ("Gradient norm before clipping", "norm (log scale)", {"grad_norm": "-"}, True),
     ("Searches", "per question", {"searches": "-"}, False),
 )
-STYLE_LABELS = {"likelihood/correct_new": "correct", "likelihood/incorrect_new": "incorrect"}
+STYLE_LABELS = {
+    "likelihood/correct_new": "correct",
+    "likelihood/incorrect_new": "incorrect",
+    "entropy": "all",
+    "entropy/incorrect": "incorrect",
+}
 
 
 def literal(text: str) -> str:
