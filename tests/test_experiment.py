@@ -518,6 +518,18 @@ def test_tables_by_hand():
     )
 
 
+def test_alarms_are_counted_before_and_after_the_fall_and_in_runs_that_did_not_fall():
+    rows = [
+        record_of("cut", "2e-4", 0, 0.1, fell=120, alarm_spiral=50),
+        record_of("cut", "2e-4", 1, 0.1, fell=120, alarm_spiral=130),
+        record_of("cut", "2e-4", 2, 0.1, fell=120),
+        record_of("whole", "2e-4", 0, 0.4, alarm_spiral=10),
+        record_of("whole", "2e-4", 1, 0.4),
+    ]
+    spiral = next(row for row in cells(tables.alarms(rows)) if row["sign"] == "spiral")
+    assert list(spiral.values())[1:] == ["3", "1", "1", "1", "-10, 30, 70", "1 of 2 (1 whole)"]
+
+
 def test_the_law_is_fitted_to_the_arms_that_the_yaml_names(tmp_path):
     arms = {f"cut{cut}": [f"rollout.top_p={1 - cut}", "loss.lld_weight=0"] for cut in (0.1, 0.2, 0.4)}
     arms |= {"whole": ["loss.lld_weight=0"]}

@@ -41,6 +41,8 @@ FOLLOWED = {
     "tokens": "response_tokens",
     "kept_mass": "kept_mass",
 }
+# Signs and phases of lld/record/phases.py whose first step is recorded
+SIGNS = ("displacement", "flattening", "gap", "spiral", "collapse")
 ABOUT = ("world", "arm", "rate", "seed", "steps")
 NUMBERS = ("rate", "seed", "steps")
 TEXTS = (*ABOUT[:2], "options", "fingerprint", "commit", "machine")
@@ -93,18 +95,13 @@ def parse_curve(text: str) -> list[tuple[float, float]]:
 
 def alarms(rows: Sequence[dict], num_updates: int) -> dict[str, int | None]:
     """The first step of each sign and phase of lld/record/phases.py; None if it never came."""
-    detector, first = phases.Detector(num_updates), {}
+    detector, first = phases.Detector(num_updates), dict.fromkeys(SIGNS)
     for row in rows:
         phase = detector.update(row)
-        signs = {
-            "displacement": detector.displaced,
-            "flattening": detector.wrong.risen,
-            "gap": detector.gap < phases.GAP,
-            "spiral": detector.wrong.risen and detector.gap < phases.GAP,
-            "collapse": phase == phases.COLLAPSE,
-        }
-        for name, shows in signs.items():
-            if first.setdefault(name) is None and shows:
+        flat, wide = detector.wrong.risen, detector.gap < phases.GAP
+        shown = (detector.displaced, flat, wide, flat and wide, phase == phases.COLLAPSE)
+        for name, shows in zip(SIGNS, shown, strict=True):
+            if shows and first[name] is None:
                 first[name] = row["step"]
     return {f"alarm_{name}": step for name, step in first.items()}
 

@@ -8,7 +8,7 @@ from statistics import fmean, median
 
 from lld.experiment import intervals
 from lld.experiment.grid import Experiment, Run
-from lld.experiment.outcomes import END, FELL
+from lld.experiment.outcomes import END, FELL, SIGNS
 from lld.record.contexts import CONTEXTS
 
 DASH = "–"
@@ -185,6 +185,37 @@ def _pair(ones: Sequence[dict], others: Sequence[dict]) -> dict[str, str]:
 
 
 # ----------------------------------------------------------------------------------------------------
+# alarms
+
+ALARMS_TITLE = (
+    "**What each sign of lld/record/phases.py was worth**, over the runs whose EM fell and those whose EM "
+    "did not. Lead: steps from the sign to the step from which EM stayed below its level, least, median and "
+    "largest; displacement is the warning that there was before."
+)
+
+
+def alarms(rows: Sequence[dict]) -> Table:
+    """How often each sign came before the fall, after it or not at all, and in runs that did not fall."""
+    dead = [row for row in rows if row["fell_step"] is not None]
+    alive = [row for row in rows if row["fell_step"] is None]
+    table = []
+    for name in SIGNS:
+        column = f"alarm_{name}"
+        leads = sorted(row["fell_step"] - row[column] for row in dead if row[column] is not None)
+        before = sum(lead > 0 for lead in leads)
+        entry = {"sign": name, "runs that fell": str(len(dead)), "before": str(before)}
+        entry |= {"after": str(len(leads) - before), "missed": str(len(dead) - len(leads))}
+        entry["lead"] = f"{leads[0]:.0f}, {median(leads):.0f}, {leads[-1]:.0f}" if leads else DASH
+        false = [row["arm"] for row in alive if row[column] is not None]
+        counts = ", ".join(f"{false.count(arm)} {arm}" for arm in dict.fromkeys(false))
+        entry["in runs that did not fall"] = f"{len(false)} of {len(alive)}" + (
+            f" ({counts})" if counts else ""
+        )
+        table.append(entry)
+    return table_of(ALARMS_TITLE, table)
+
+
+# ----------------------------------------------------------------------------------------------------
 # the law of the onset
 
 LAW_TITLE = (
@@ -238,6 +269,7 @@ def all_tables(experiment: Experiment, rows: Sequence[dict]) -> str:
         by_arm(rows, OUTCOMES_TITLE, OUTCOMES),
         by_arm(rows, LIKELIHOODS_TITLE, LIKELIHOODS),
         compared(rows, experiment.pairs),
+        alarms(rows),
         law(rows, experiment.runs, experiment.law),
     ]
     return "\n\n".join([head, *[markdown(table) for table in tables if table.rows]]) + "\n"

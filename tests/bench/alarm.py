@@ -2,7 +2,7 @@
 delays, false alarms.
 
     python tests/bench/alarm.py                 # the table, from tests/fixtures/alarm.jsonl
-    python tests/bench/alarm.py --record RUN …  # writes that file anew from run folders
+    python tests/bench/alarm.py --add RUN …  # adds run folders to that file
 
 A run counts as collapsed if the mean reward of its last 10 steps is below half of its best level (the highest
 mean of 10 steps, of fewer at the start), and its reward as lost from the first step at which the mean of the
@@ -18,17 +18,16 @@ from statistics import fmean, median
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from lld.experiment.outcomes import alarms
+from lld.experiment.outcomes import SIGNS, alarms
 from lld.record import phases, runs
 
 FIXTURE = ROOT / "tests" / "fixtures" / "alarm.jsonl"
 NAMES = (*phases.WATCHED, "displacement/correct")
 DIGITS = 3
-SIGNS = ("displacement", "flattening", "gap", "spiral", "collapse")  # of lld.experiment.outcomes.alarms
 
 
-def record(folders: list[Path]) -> None:
-    """Writes the columns that the rule reads, a line a run."""
+def add(folders: list[Path]) -> None:
+    """Adds the columns that the rule reads, a line a run."""
     lines = []
     for folder in folders:
         rows, options = runs.read_metrics(folder), runs.read_options(folder)
@@ -40,12 +39,19 @@ def record(folders: list[Path]) -> None:
             "updates": options["optim.updates_per_rollout"],
         }
         columns = {
-            name: [float(f"{row[name]:.{DIGITS}g}") if name in row else None for row in rows]
+            name: [short(row[name]) if name in row else None for row in rows]
             for name in NAMES
+            if any(name in row for row in rows)
         }
         lines.append(json.dumps(about | {"columns": columns}, separators=(",", ":")))
-    FIXTURE.parent.mkdir(exist_ok=True)
-    FIXTURE.write_text("".join(line + "\n" for line in lines))
+    with open(FIXTURE, "a") as file:
+        file.write("".join(line + "\n" for line in lines))
+
+
+def short(value: float) -> float | int:
+    """The value with three digits, 1 in place of 1.0."""
+    value = float(f"{value:.{DIGITS}g}")
+    return int(value) if value.is_integer() else value
 
 
 def read() -> list[tuple[dict, list[dict]]]:
@@ -125,8 +131,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--record", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument("--add", nargs="+", type=Path, metavar="RUN")
     args = parser.parse_args()
-    if args.record:
-        record(args.record)
+    if args.add:
+        add(args.add)
     print(table()[1])
