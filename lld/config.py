@@ -177,6 +177,8 @@ class Retriever:
     # A query that finds nothing drops its question's group | shows an empty block, as in Search-R1;
     # evaluation always shows it
     empty_results: Literal["drop", "show"] = "drop"
+    # Share of episodes, drawn for each one, whose searches all find random passages without a gold answer
+    fail_share: float = 0.0
     # File to which every query and its passages are written
     record: str | None = None
     # Such a file, from which queries are answered in place of a server or an index
@@ -268,6 +270,12 @@ class TinyWorld:
     # People who share a name with another, so that no policy answers everything
     namesake_share: float = 0.1
     two_hop_share: float = 0.6
+    # Vocabulary of the free wording of thoughts; 0: thoughts are a few fixed sentences
+    num_words: int = 0
+    # Free words of a thought, on average
+    thought_words: int = 8
+    # Entropy of a free word given the word before, in nats
+    word_entropy: float = 2.0
     warm_start_steps: int = 600
     num_layers: int = 2
     hidden_size: int = 128

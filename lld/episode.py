@@ -73,6 +73,7 @@ class Episode:
     turns: list[Turn] = field(default_factory=list)
     stop_reason: str = ""
     failure: str = ""
+    unlucky: bool = False  # all its searches find random passages (retriever.fail_share)
 
     @property
     def name(self) -> str:

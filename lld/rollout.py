@@ -112,6 +112,8 @@ def rollout(
     decode, and the order of events depends on timing. Without it the loop waits for each call, and a seed
     reproduces every bit.
 
+    A search function with a `luck` (retrieval/luck.py) fails some of the episodes, by their seeds.
+
     A failed search is never shown to the model: its episodes end with `failure` set, and the RetrieverError
     is raised once more than `max_failed_groups` questions have such episodes. A query without results is
     shown as an empty block where `empty_results` is "show"; with "drop" only its own episode ends, with
@@ -150,6 +152,8 @@ class _Conversation:
         self.engine = engine
         self.tokenizer = tokenizer
         self.search = search
+        self.luck = getattr(search, "luck", None)
+        self.seeds: dict[tuple, int] = {}
         self.budgets = budgets
         self.max_failed_groups = max_failed_groups
         self.empty_results = empty_results
@@ -163,8 +167,10 @@ class _Conversation:
     def begin(self, index: int, question: Question, seeds: list[int]) -> None:
         """Starts the episodes of a question, one per seed."""
         prompt_ids = protocol.encode_prompt(self.tokenizer, question.text)
-        for sample in range(len(seeds)):
-            self.episodes[index, sample] = Episode(question, sample, prompt_ids)
+        for sample, seed in enumerate(seeds):
+            unlucky = self.luck is not None and self.luck.fails(seed)
+            self.episodes[index, sample] = Episode(question, sample, prompt_ids, unlucky=unlucky)
+            self.seeds[index, sample] = seed
         room = self.budgets.max_episode_tokens - len(prompt_ids)
         self.engine.add(index, prompt_ids, seeds, min(self.budgets.max_new_tokens, room))
 
@@ -203,11 +209,23 @@ class _Conversation:
         calls = []
         for kind, tool in TOOLS.items():
             asked = [(key, query) for key, kind_asked, query in self.asking if kind_asked == kind]
-            if asked:
-                queries = [query for _, query in asked]
-                calls.append(([key for key, _ in asked], partial(tool.run, queries, self.search)))
+            for unlucky in (False, True):
+                some = [(key, query) for key, query in asked if self.episodes[key].unlucky is unlucky]
+                if some:
+                    keys, queries = map(list, zip(*some, strict=True))
+                    search = partial(self.miss, keys) if unlucky else self.search
+                    calls.append((keys, partial(tool.run, queries, search)))
         self.asking = []
         return calls
+
+    def miss(self, keys: list[tuple], queries: list[str]) -> list[list[protocol.Passage]]:
+        """What the queries of unlucky episodes find; takes the place of the search function."""
+        found = []
+        for key, query in zip(keys, queries, strict=True):
+            episode = self.episodes[key]
+            answers = episode.question.golden_answers
+            found.append(self.luck.find(query, self.seeds[key], len(episode.turns), answers))
+        return found
 
     def observe(self, keys: list[tuple], call: Callable[[], list[list]]) -> None:
         """Appends the results for each key's query, or ends the episodes whose search failed."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import re
 from collections.abc import Iterable
 from operator import attrgetter
@@ -46,6 +47,8 @@ POSITIVE = (
     "tinyworld.warm_start_steps",
     "tinyworld.num_layers",
     "tinyworld.hidden_size",
+    "tinyworld.thought_words",
+    "tinyworld.word_entropy",
 )
 NOT_NEGATIVE = (
     "run.seed",
@@ -65,6 +68,7 @@ NOT_NEGATIVE = (
     "optim.weight_decay",
     "retriever.retries",
     "retriever.rerank",
+    "tinyworld.num_words",
     "eval.every",
     "eval.temperature",
     "monitor.rescore_every",
@@ -108,6 +112,7 @@ def validate(cfg: Config) -> None:
     check_reward(cfg)
     check_evaluation(cfg)
     check_retriever(cfg)
+    check_fail_share(cfg)
     check_search_in_process(cfg)
     check_plan(cfg)
     check_tinyworld(cfg)
@@ -330,6 +335,19 @@ def check_retriever(cfg: Config) -> None:
         )
 
 
+def check_fail_share(cfg: Config) -> None:
+    options = cfg.retriever
+    if not 0 <= options.fail_share < 1:
+        raise ValueError(
+            f"retriever.fail_share = {options.fail_share}: must be in [0, 1), a share of the episodes"
+        )
+    if options.fail_share and options.corpus is None:
+        raise ValueError(
+            f"retriever.fail_share = {options.fail_share} needs retriever.corpus, from which the passages of "
+            "failed searches are drawn"
+        )
+
+
 def check_search_in_process(cfg: Config) -> None:
     options = cfg.retriever
     if options.url is None and options.corpus is None and options.replay is None:
@@ -354,6 +372,13 @@ def check_tinyworld(cfg: Config) -> None:
     if world.num_people < 20:
         raise ValueError(
             f"tinyworld.num_people = {world.num_people}: too small for distractors; use 20 or more"
+        )
+    of_words = ["tinyworld.thought_words", "tinyworld.word_entropy"]
+    refuse_unread(cfg, of_words, world.num_words == 0, "tinyworld.num_words = 0")
+    if world.num_words and not world.word_entropy < math.log(world.num_words):
+        raise ValueError(
+            f"tinyworld.word_entropy = {world.word_entropy}: {world.num_words} words (tinyworld.num_words) "
+            f"have less than log {world.num_words} = {math.log(world.num_words):.2f} nats"
         )
     for name in ("namesake_share", "two_hop_share"):
         share = getattr(world, name)

@@ -131,6 +131,7 @@ class Timed:
 
     def __init__(self, search):
         self.search = search
+        self.luck = getattr(search, "luck", None)
         self.seconds = 0.0
 
     def __call__(self, queries: list[str]):

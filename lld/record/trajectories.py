@@ -154,7 +154,7 @@ def describe(
             "answer": episode.answer,
             "tokens": pieces(decode, episode.token_ids),
         }
-        for name in ("question", "sample", "stop_reason", "turns", "action_ids"):
+        for name in ("question", "sample", "unlucky", "stop_reason", "turns", "action_ids"):
             record[name] = about[name]
         record["part_ids"] = batch.part_ids_BT[row, start:end].tolist()
         for name, table_BT in tables.items():

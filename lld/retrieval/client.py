@@ -9,12 +9,13 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import httpx
 
 from lld.config import Retriever
 from lld.protocol import Passage, is_blank
+from lld.retrieval.luck import Luck
 from lld.retrieval.recording import Recording
 from lld.tools import Malformed, Refused, RetrieverError, ServerFault, TimedOut, Unreachable
 
@@ -220,10 +221,15 @@ def check_health(options: Retriever) -> None:
 
 @dataclass(frozen=True)
 class Search:
-    """A search tool with its index's fingerprint, which changes whenever the results may (None: unknown)."""
+    """A search tool.
+
+    fingerprint: of its index; changes whenever the results may (None: unknown). luck: which episodes it fails
+    (None: none of them).
+    """
 
     find: Callable[[list[str]], list[list[Passage]]]
     fingerprint: str | None
+    luck: Luck | None = None
 
     def __call__(self, queries: list[str]) -> list[list[Passage]]:
         return self.find(queries)
@@ -232,8 +238,21 @@ class Search:
 def make_search(options: Retriever) -> Search:
     """The search tool of a run: a replay, HTTP if `options.url` is set, else an index in this process.
 
-    With `options.record`, the searches of the last two are recorded.
+    With `options.record`, the searches of the last two are recorded. With `options.fail_share`, it fails that
+    share of the episodes.
     """
+    search = _make_search(options)
+    if not options.fail_share:
+        return search
+    # Imported here: only this control needs numpy and the corpus beside a server.
+    from lld.retrieval.controls import RandomSearch
+    from lld.retrieval.corpus import Corpus
+
+    luck = Luck(options.fail_share, RandomSearch(Corpus(options.corpus)).search, options.topk)
+    return replace(search, luck=luck)
+
+
+def _make_search(options: Retriever) -> Search:
     if options.replay is not None:
         return Search(Recording(options.replay, options.topk).replay, None)
     if options.url is not None:

@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Sequence
 
 import torch
 from tokenizers import AddedToken, Tokenizer, models, normalizers
@@ -28,14 +29,14 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer(world: list[Entity], topk: int) -> PreTrainedTokenizerFast:
-    """A lower-casing word-level tokenizer over the world's words.
+def make_tokenizer(world: list[Entity], topk: int, words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """A lower-casing word-level tokenizer over the world's words and the free `words` of thoughts.
 
     Tags are single tokens, and decoding never drops them. `topk`: passages of an observation.
     """
     names = sorted(set().union(*(split_words(entity.title) for entity in world)) - set(template_words()))
     frames = ['")'] + [f'doc {rank}(title: "' for rank in range(1, max(topk, 10) + 1)]
-    vocabulary = dict.fromkeys([PAD, EOS, UNKNOWN, TURN, *TAGS, *frames, *template_words(), *names])
+    vocabulary = dict.fromkeys([PAD, EOS, UNKNOWN, TURN, *TAGS, *frames, *template_words(), *names, *words])
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = word_splitter()
@@ -143,8 +144,10 @@ def warm_start(
         weights_BT = weights_NT[rows, :width]
         # No attention mask: causal attention never reaches the padding on the right.
         logits_BTV = policy(input_ids=token_ids_BT, use_cache=False).logits
-        loss_BT = F.cross_entropy(logits_BTV[:, :-1].transpose(1, 2), token_ids_BT[:, 1:], reduction="none")
-        loss = (loss_BT * weights_BT[:, 1:]).sum() / weights_BT[:, 1:].sum()
+        # Flat, which takes half the time of (B, V, T) on a CPU.
+        logits_NV, weights_N = logits_BTV[:, :-1].flatten(0, 1), weights_BT[:, 1:].flatten()
+        loss_N = F.cross_entropy(logits_NV, token_ids_BT[:, 1:].flatten(), reduction="none")
+        loss = (loss_N * weights_N).sum() / weights_N.sum()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)

@@ -16,6 +16,7 @@ from lld import config, files
 from lld.record import runs
 from lld.tinyworld.demonstrations import make_demonstrations
 from lld.tinyworld.policy import BATCH_SIZE, make_policy, make_tokenizer, warm_start
+from lld.tinyworld.wording import Wording
 from lld.tinyworld.world import make_questions, make_world, passages, question_row
 
 VERSION = 1  # of what `prepare_world` writes; raise it with every change of the bytes
@@ -23,8 +24,12 @@ MAX_DEMONSTRATIONS = 16_000  # further ones would be seen too rarely to be worth
 
 
 def _identity(cfg: config.TinyWorld, topk: int) -> dict:
-    """The options that determine the contents of a prepared folder; its path is not one of them."""
-    options = {name: value for name, value in dataclasses.asdict(cfg).items() if name != "dir"}
+    """The options that determine the contents of a prepared folder; its path is not one of them.
+
+    Without free wording its options are left out: they change nothing, and older folders do not name them.
+    """
+    unread = {"dir"} if cfg.num_words else {"dir", "num_words", "thought_words", "word_entropy"}
+    options = {name: value for name, value in dataclasses.asdict(cfg).items() if name not in unread}
     return {**options, "topk": topk, "version": VERSION}
 
 
@@ -68,10 +73,10 @@ def _check_room(cfg: config.TinyWorld, longest: dict[str, int], rollout: config.
                 f"rollout.{option} = {asked}: the tiny world's longest flawless {what} has {longest[what]} "
                 "tokens; raise the option"
             )
-    if cfg.two_hop_share > 0 and rollout.max_turns < 2:
+    if (cfg.two_hop_share > 0 or cfg.num_words) and rollout.max_turns < 2:
         raise ValueError(
-            f"rollout.max_turns = {rollout.max_turns}: two-hop questions take two searches; raise it or "
-            "set tinyworld.two_hop_share 0"
+            f"rollout.max_turns = {rollout.max_turns}: two-hop questions and the repeated searches of "
+            "free wording (tinyworld.num_words) take two searches; raise it or set both options 0"
         )
 
 
@@ -166,14 +171,17 @@ def _fill(
 ) -> None:
     world = make_world(cfg)
     train, held_out = make_questions(world, cfg)
-    tokenizer = make_tokenizer(world, topk)
+    wording = Wording(cfg, world) if cfg.num_words else None
+    tokenizer = make_tokenizer(world, topk, wording.words if wording else ())
     corpus = partial / "corpus.jsonl"
     files.write_jsonl(corpus, [{"id": p.id, "contents": p.contents} for p in passages(world)])
     for name, questions in (("train", train), ("heldout", held_out)):
         rows = [question_row(world, question, f"tiny_{name}_{i}") for i, question in enumerate(questions)]
         files.write_jsonl(partial / f"{name}.jsonl", rows)
     count = min(MAX_DEMONSTRATIONS, BATCH_SIZE * cfg.warm_start_steps)
-    demonstrations, longest = make_demonstrations(world, train, tokenizer, corpus, count, topk, cfg.seed)
+    demonstrations, longest = make_demonstrations(
+        world, train, tokenizer, corpus, count, topk, cfg.seed, wording
+    )
     _check_room(cfg, longest, rollout)  # before training, which takes minutes
     policy = make_policy(cfg, tokenizer)
     print(

@@ -67,7 +67,7 @@ class TinyQuestion:
     path: tuple[str, ...]
 
 
-def _invent_words(rng: random.Random, count: int, taken: set[str]) -> list[str]:
+def invent_words(rng: random.Random, count: int, taken: set[str]) -> list[str]:
     """`count` new pronounceable words, none of them in `taken`, to which they are added."""
     words = []
     while len(words) < count:
@@ -86,19 +86,19 @@ def _invent_titles(rng: random.Random, cfg: config.TinyWorld) -> dict[str, list[
     """
     taken = set(template_words())
     scale = math.sqrt(cfg.num_people / 160)
-    first_names = _invent_words(rng, math.ceil(32 * scale), taken)
-    last_names = _invent_words(rng, math.ceil(48 * scale), taken)
+    first_names = invent_words(rng, math.ceil(32 * scale), taken)
+    last_names = invent_words(rng, math.ceil(48 * scale), taken)
     num_cities, num_companies, num_countries = (max(6, round(n * scale)) for n in (36, 30, 12))
     num_pairs = round(cfg.namesake_share * cfg.num_people / 2)
     people = rng.sample([f"{a} {b}" for a in first_names for b in last_names], cfg.num_people - num_pairs)
-    stems = _invent_words(rng, math.ceil(0.75 * num_cities), taken)
+    stems = invent_words(rng, math.ceil(0.75 * num_cities), taken)
     two_words = rng.sample([f"{a} {b}" for a in CITY_PREFIXES for b in stems], num_cities // 2)
     return {
         "person": people + people[:num_pairs],
         "company": rng.sample([f"{a} {b}" for a in last_names for b in COMPANY_SUFFIXES], num_companies),
         "city": rng.sample(stems, num_cities - len(two_words)) + two_words,
-        "country": _invent_words(rng, num_countries, taken),
-        "language": _invent_words(rng, num_countries, taken),
+        "country": invent_words(rng, num_countries, taken),
+        "language": invent_words(rng, num_countries, taken),
     }
 
 
