@@ -252,6 +252,8 @@ class Plan:
     prompt_tokens: int = 200  # of an episode
     written_tokens: int = 300  # by the model, in an episode
     observation_tokens: int = 1000  # read from searches, in an episode
+    # Ids kept per written token with loss.support "kept"; thousands where the text has much entropy
+    kept_ids: int = 20
     tflops: float = 989.0  # of a GPU in bf16; an H100's
     bandwidth_gb_s: float = 3350.0  # of a GPU's memory; an H100's
     link_gb_s: float = 400.0  # between GPUs, each way

@@ -37,6 +37,7 @@ POSITIVE = (
     "plan.prompt_tokens",
     "plan.written_tokens",
     "plan.observation_tokens",
+    "plan.kept_ids",
     "plan.tflops",
     "plan.bandwidth_gb_s",
     "plan.link_gb_s",

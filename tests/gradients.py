@@ -58,8 +58,19 @@ def make_episodes(num_rows: int, vocab_size: int) -> list[Episode]:
                     kind == "search",
                 )
             )
+        keep_some_ids(episode, vocab_size)
         episodes.append(episode)
     return episodes
+
+
+def keep_some_ids(episode: Episode, vocab_size: int) -> None:
+    """Makes up from 1 to 9 ids that the sampler kept for each token, the token among them."""
+    generator = torch.Generator().manual_seed(len(episode.token_ids))
+    for token, action in zip(episode.token_ids, episode.action_ids, strict=True):
+        others = torch.randint(0, vocab_size, (int(action > 0) * 8,), generator=generator).tolist()
+        own = sorted({token, *others[: token % 9]}) if action else []
+        episode.kept_ids.extend(own)
+        episode.kept_counts.append(len(own))
 
 
 class Recorder:

@@ -33,11 +33,12 @@ from lld.update import score_batch, update_policy
 
 SPREAD = [[1.0, -0.5, -0.5], [0.0, 0.0, 0.0], [1.1, 0.1, -1.2], [-1.0, 0.5, 0.5], [0.3, -0.6, 0.3]]
 STEPS = 3
-CASES = {  # advantages and options
-    "ragged": (SPREAD, {}),  # 5 rows an update, one a micro-batch: 2 on one process, 3 on the other
-    "tied": (SPREAD, {"micro_batch_size": 4}),
-    "idle": (SPREAD[:1], {}),  # one row an update: one process has none
-    "no signal": ([[0.0] * 3] * 5, {"kl_weight": 0.0, "entropy_weight": 0.0}),
+KEPT = {"support": "kept"}
+CASES = {  # advantages, options of the loss, and of the optimizer
+    "ragged": (SPREAD, {}, {}),  # 5 rows an update, one a micro-batch: 2 on one process, 3 on the other
+    "tied": (SPREAD, KEPT, {"micro_batch_size": 4}),
+    "idle": (SPREAD[:1], KEPT, {}),  # one row an update: one process has none
+    "no signal": ([[0.0] * 3] * 5, {"kl_weight": 0.0, "entropy_weight": 0.0}, {}),
 }
 
 
@@ -53,7 +54,15 @@ def small(folder: Path, name: str, **rollout) -> Path:
         folder,
         name,
         run=run,
-        rollout={"num_questions": 3, "group_size": 4, "max_new_tokens": 24, "num_slots": 8, **rollout},
+        rollout={
+            "num_questions": 3,
+            "group_size": 4,
+            "max_new_tokens": 24,
+            "num_slots": 8,
+            "top_p": 0.9,
+            **rollout,
+        },
+        loss={"support": "kept"},
         eval={"every": STEPS, "at_start": False, "max_questions": 4},
         monitor={"rescore_every": 1},
     )
@@ -94,12 +103,9 @@ def new_lm(case: str, seed: int = 0):
 
 def three_steps(accelerator, case: str, sharded: bool) -> dict:
     """Gradients of three optimizer steps on fixed episodes, log-probabilities after them, metrics."""
-    advantages, changes = CASES[case]
-    loss = {name: value for name, value in changes.items() if name in OPTIONS["loss"]}
-    optim = {"updates_per_rollout": 3, "micro_batch_size": 1} | {
-        name: value for name, value in changes.items() if name not in loss
-    }
-    rollout = {"num_questions": len(advantages), "group_size": 3}
+    advantages, loss, changes = CASES[case]
+    optim = {"updates_per_rollout": 3, "micro_batch_size": 1} | changes
+    rollout = {"num_questions": len(advantages), "group_size": 3, "top_p": 0.9}
     cfg = settings.from_dict(
         OPTIONS | {"rollout": rollout, "optim": OPTIONS["optim"] | optim, "loss": OPTIONS["loss"] | loss}
     )

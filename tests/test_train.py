@@ -424,7 +424,8 @@ def test_a_retriever_that_is_down_is_named_before_work_starts(folder, capsys):
 def test_a_crash_box_replays_bit_for_bit_and_shows_another_loss(folder, capsys, monkeypatch):
     """Unchanged options give the original's every number, compared with the same older policy.
 
-    With more LLDS the first replayed update still agrees, later ones do not.
+    With more LLDS the first replayed update still agrees, later ones do not. What is trained are the ids that
+    the sampler kept, which the box holds.
     """
     monkeypatch.setattr(phases.Detector, "update", lambda self, row: (0, 2, 2, 3)[row["step"]])
     config = write_config(
@@ -433,6 +434,8 @@ def test_a_crash_box_replays_bit_for_bit_and_shows_another_loss(folder, capsys, 
         eval={"every": 0},
         run={"dir": str(folder / "boxed"), "steps": 4, "save_every": 50},
         monitor={"crash_box": 1, "stop_in_phase": 3},
+        rollout={"top_p": 0.8},
+        loss={"support": "kept"},
     )
     anchors, update_policy = [], update.update_policy
     monkeypatch.setattr(

@@ -23,7 +23,8 @@ def relative(found, wanted):
 
 
 def with_loss(**changes):
-    return OPTIONS | {"loss": OPTIONS["loss"] | changes}
+    cut = {"top_p": 0.9} if "support" in changes else {}
+    return OPTIONS | {"loss": OPTIONS["loss"] | changes, "rollout": OPTIONS["rollout"] | cut}
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,7 @@ def with_loss(**changes):
         {"aggregation": "token_mean", "lld_normalizer": "all", "lld_gate": "response"},
         {"kind": "gspo", "lld_gate": "token", "lld_preserve": "positive"},
         {"correction": "tis", "correction_cap": 1.0},
+        {"support": "kept"},
     ],
 )
 def test_micro_batch_size_does_not_change_the_gradient(changes):

@@ -26,6 +26,8 @@ GB = 1e9
 SHAPES = Path(__file__).parents[2] / "configs" / "shapes"
 # Assumed for a GPU: bytes used by CUDA and NCCL themselves, and the share lost to fragmentation.
 CONTEXT, FRAGMENTS = 1.0 * GB, 0.04
+# Of a kept id in a micro-batch: ids, places, rows and what sorts them (int64), logits and their gradients
+KEPT_BYTES = 80
 
 
 @dataclass(frozen=True)
@@ -174,10 +176,22 @@ def estimate(cfg: config.Config, shape: Shape, setup: Setup) -> dict[str, dict[s
         "update": update_peak(cfg, shape, setup, widths),
         "optimizer step": trained_weights(cfg, shape, setup, widths),
     }
+    if cfg.loss.support == "kept":
+        ids = micro_batch(cfg)[1] * cfg.plan.kept_ids
+        for phase in ("scoring", "update"):
+            peaks[phase]["kept ids"] = float(KEPT_BYTES * ids)
+        for kinds in peaks.values() if not setup.on_gpu else ():
+            kinds["kept ids"] = kinds.get("kept ids", 0.0) + episodes_kept(cfg)
     if setup.on_gpu:
         for kinds in peaks.values():
             kinds["CUDA, fragments"] = CONTEXT + FRAGMENTS * total(kinds)
     return peaks
+
+
+def episodes_kept(cfg: config.Config) -> float:
+    """Bytes of a step's kept ids on each process: 4 an id, in its episodes and in the batch made of them."""
+    tokens = cfg.rollout.num_questions * cfg.rollout.group_size * cfg.plan.written_tokens
+    return 2.0 * tokens * (4 * cfg.plan.kept_ids + 4) if cfg.loss.support == "kept" else 0.0
 
 
 def resident(cfg: config.Config, shape: Shape, setup: Setup, widths: Widths) -> dict[str, float]:
@@ -352,6 +366,8 @@ def host_memory(cfg: config.Config, shape: Shape, setup: Setup) -> dict[str, dic
     if cfg.monitor.crash_box:
         moments = {"adamw": 8, "adamw_8bit": 2, "adamw_offload": 12}[cfg.optim.name]
         training["crash box"] = 2.0 * weights * (stored + moments)
+    if cfg.loss.support == "kept":
+        training["kept ids"] = episodes_kept(cfg) * processes
     training["a checkpoint's weights"] = float(4 if setup.sharded else stored) * weights
     return {"opening models": opening, "training": training}
 
