@@ -135,14 +135,18 @@ class KeptScores(torch.autograd.Function):
 
     Logits are those of the ids kept by any token of the batch, U of V, for all N tokens: one matrix
     multiplication over U columns. Gathering a row of weights per kept id would multiply less, but read C
-    numbers for each of K ids, and on a GPU would add up gradients in no fixed order. The cost is bounded by
-    that of the whole softmax, and the backward pass, which needs the K kept logits only, recomputes none.
+    numbers for each of K ids, and on a GPU would add up gradients in no fixed order. So the matrices cost at
+    most what the whole softmax costs, less the logits of the backward pass: it needs the K kept ones only,
+    which are in memory. Work on these K is of the order of the whole where most ids are kept.
     """
 
     @staticmethod
     def forward(ctx, hidden_NC, weight_VC, ids_K, counts_N, targets_N, temperature, entropy_gradient, tied):
         row_K = torch.arange(len(targets_N), device=ids_K.device).repeat_interleave(counts_N)
-        ids_U, place_K = ids_K.long().unique(return_inverse=True)
+        ids_K = ids_K.long()
+        kept_V = torch.zeros(len(weight_VC), dtype=torch.bool, device=ids_K.device)
+        kept_V[ids_K] = True
+        ids_U, place_K = kept_V.nonzero()[:, 0], (kept_V.cumsum(0) - 1)[ids_K]
         dtype = torch.promote_types(hidden_NC.dtype, torch.float32)
         logit_K = hidden_NC.new_zeros(ids_K.shape, dtype=dtype)
         for start, _, logits_Nv in sliced_logits(hidden_NC, weight_VC, temperature, ids_U):
