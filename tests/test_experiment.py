@@ -133,6 +133,12 @@ def test_blocks_cross_only_what_they_name(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("name", ["causes", "tiny"])
+def test_every_run_of_the_experiments_is_checked_and_another_run(name):
+    planned = grid.load_experiment(ROOT / f"configs/experiments/{name}.yaml")
+    assert len({run.fingerprint for run in planned.runs}) == len(planned.runs) > 20
+
+
 def test_every_path_inside_the_tiny_world_moves_to_the_world_of_the_run():
     planned = grid.load_experiment(ROOT / "configs/experiments/tiny.yaml", out="elsewhere")
     run = next(run for run in planned.runs if run.world == "namesakes" and run.arm == "ma")
