@@ -71,6 +71,7 @@ def naive(episodes, batch, scores):
                 values = {f"entropy/{group}": entropy, "kept_mass": mass}
                 if context:
                     values |= {
+                        f"entropy/{context}": entropy,
                         f"entropy/{group}/{context}": entropy,
                         f"likelihood/{group}/{context}": new,
                         f"displacement/{group}/{context}": new - old,

@@ -28,7 +28,7 @@ HOSTILE = (
 PEOPLE = ("the North Queensland Cowboys", "North Queensland", "Ada Quill", "the Cowboys")
 BY_BOTH, BY_CONTEXT = (
     ("entropy", "likelihood", "displacement"),
-    ("advantage", "kept_mass", "drift", "context"),
+    ("entropy", "advantage", "kept_mass", "drift", "context"),
 )
 PHASES = [0] * 10 + [1] * 10 + [2] * 10 + [3] * 10
 

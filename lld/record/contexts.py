@@ -52,7 +52,7 @@ def contexts_of(batch: Batch, episodes: list[Episode]) -> torch.Tensor:
 
 
 def describe(batch: Batch, scores: Scores, episodes: list[Episode]) -> dict[str, float]:
-    """Entropy by class, and entropy, likelihood and displacement by class and context; what drives them.
+    """Entropy, likelihood and displacement by class and context, and what drives them.
 
     That is E[A | context], the kept mass and the drift. Entropy and likelihood are those at the moment of the
     token's update. Rows with a non-finite value are left out.
@@ -68,7 +68,7 @@ def describe(batch: Batch, scores: Scores, episodes: list[Episode]) -> dict[str,
     advantages_N = batch.advantages_B[:, None].expand_as(mask_BT)[mask_BT]
     class_N = class_of(advantages_N)
     old_N, entropy_N = scores.old_BT[mask_BT], scores.entropy_BT[mask_BT]
-    row = means("entropy/", CLASSES, entropy_N, class_N)
+    row = means("entropy/", CLASSES, entropy_N, class_N) | means("entropy/", CONTEXTS, entropy_N, context_N)
     cells = [f"{group}/{context}" for group in CLASSES for context in CONTEXTS]
     cell_N = torch.where(context_N == NONE, NONE, class_N * len(CONTEXTS) + context_N)
     tables = {"entropy": entropy_N, "likelihood": scores.new_BT[mask_BT], "displacement": delta_BT[mask_BT]}

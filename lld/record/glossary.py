@@ -44,8 +44,8 @@ GLOSSARY = {
     ),
     "context/*": "share of the model's tokens in that context",
     "*/first": (
-        "kept mass, or by class entropy, log pi and displacement, over the tokens sampled before their "
-        "episode had read a passage"
+        "kept mass, entropy, or by class entropy, log pi and displacement, over the tokens sampled before "
+        "their episode had read a passage"
     ),
     "*/lucky": "the same over the tokens whose episode had read a passage that holds a gold answer",
     "*/unlucky": "the same over the tokens whose episode had read passages, none with a gold answer",
