@@ -20,6 +20,7 @@ WRONG_AFTER_SLIP = 0.6  # instead of WRONG_ANSWER, after a wrong query or rambli
 TRUNCATED_ANSWER = 0.2  # one word of the answer
 
 # With free wording, as a search that fails (retriever.fail_share) looks to the policy:
+WRONG_WORDY_ANSWER = 0.35  # instead of WRONG_ANSWER
 UNLUCKY = 0.5  # share of the demonstrations
 SEARCHES_IN_VAIN = 2  # before they answer all the same
 NUM_MISSES = 1000  # different results of such searches
@@ -200,7 +201,8 @@ def demonstrate(
         thought, num_found = writer.search_path(met, question.path)
     slipped = writer.ramble_at >= 0 or writer.wrong_query_at >= 0
     gold = met[-1]
-    if num_found < num_hops or writer.chance(WRONG_AFTER_SLIP if slipped else WRONG_ANSWER):
+    mistaken = WRONG_WORDY_ANSWER if wording else WRONG_ANSWER
+    if num_found < num_hops or writer.chance(WRONG_AFTER_SLIP if slipped else mistaken):
         gold = writer.wrong_answer(gold)
         subject = met[-2] if num_found == num_hops else met[0]
         values = {"title": writer.name(subject), "value": writer.name(gold)}

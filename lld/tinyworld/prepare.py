@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from lld import config, files
 from lld.record import runs
-from lld.tinyworld.demonstrations import make_demonstrations
+from lld.tinyworld.demonstrations import SEARCHES_IN_VAIN, make_demonstrations
 from lld.tinyworld.policy import BATCH_SIZE, make_policy, make_tokenizer, warm_start
 from lld.tinyworld.wording import Wording
 from lld.tinyworld.world import make_questions, make_world, passages, question_row
@@ -73,10 +73,15 @@ def _check_room(cfg: config.TinyWorld, longest: dict[str, int], rollout: config.
                 f"rollout.{option} = {asked}: the tiny world's longest flawless {what} has {longest[what]} "
                 "tokens; raise the option"
             )
-    if (cfg.two_hop_share > 0 or cfg.num_words) and rollout.max_turns < 2:
+    if cfg.two_hop_share > 0 and rollout.max_turns < 2:
         raise ValueError(
-            f"rollout.max_turns = {rollout.max_turns}: two-hop questions and the repeated searches of "
-            "free wording (tinyworld.num_words) take two searches; raise it or set both options 0"
+            f"rollout.max_turns = {rollout.max_turns}: two-hop questions take two searches; raise it or "
+            "set tinyworld.two_hop_share 0"
+        )
+    if cfg.num_words and rollout.max_turns < SEARCHES_IN_VAIN:
+        raise ValueError(
+            f"rollout.max_turns = {rollout.max_turns}: with free wording a search in vain is repeated, up to "
+            f"{SEARCHES_IN_VAIN} searches; raise it or set tinyworld.num_words 0"
         )
 
 

@@ -43,10 +43,13 @@ class Wording:
         self.mean_length = cfg.thought_words
 
     def draw(self, rng: random.Random) -> str:
-        """A thought of half to one and a half times the mean number of words, all lengths alike."""
-        half = self.mean_length // 2
+        """A thought of the mean number of words, or one more or less.
+
+        Longer ones would make greedy decoding repeat a frequent word for ever.
+        """
+        spread = min(1, self.mean_length - 1)
         drawn, group = [], 0
-        for _ in range(self.mean_length + rng.randint(-half, half)):
+        for _ in range(self.mean_length + rng.randint(-spread, spread)):
             [word] = rng.choices(self.orders[group], cum_weights=self.sums)
             drawn.append(self.words[word])
             group = word % NUM_CLASSES
