@@ -68,7 +68,9 @@ def naive(episodes, batch, scores):
                 old, new = float(scores.old_BT[place]), float(scores.new_BT[place])
                 entropy = float(scores.entropy_BT[place])
                 mass = math.exp(old - episode.logprobs[t])
-                values = {f"entropy/{group}": entropy, "kept_mass": mass}
+                drift = -advantage * (1 - mass) * math.exp(old) * (old + entropy)
+                values = {"advantage": advantage, "kept_mass": mass, "drift": drift}
+                values[f"entropy/{group}"] = entropy
                 if context:
                     values |= {
                         f"entropy/{context}": entropy,
@@ -77,7 +79,7 @@ def naive(episodes, batch, scores):
                         f"displacement/{group}/{context}": new - old,
                         f"advantage/{context}": advantage,
                         f"kept_mass/{context}": mass,
-                        f"drift/{context}": -advantage * (1 - mass) * math.exp(old) * (old + entropy),
+                        f"drift/{context}": drift,
                     }
                 for name, value in values.items():
                     found.setdefault(name, []).append(value)

@@ -75,10 +75,12 @@ def describe(batch: Batch, scores: Scores, episodes: list[Episode]) -> dict[str,
     for name, values_N in tables.items():
         row |= means(f"{name}/", cells, values_N, cell_N)
     mass_N = kept_mass(old_N, batch.sampled_logprobs_BT[mask_BT])
-    row |= means("advantage/", CONTEXTS, advantages_N, context_N)
     row |= {f"context/{name}": float((context_N == i).double().mean()) for i, name in enumerate(CONTEXTS)}
-    row |= {"kept_mass": float(mass_N.double().mean())} | means("kept_mass/", CONTEXTS, mass_N, context_N)
-    return row | means("drift/", CONTEXTS, drift(advantages_N, old_N, entropy_N, mass_N), context_N)
+    causes = {"advantage": advantages_N, "kept_mass": mass_N}
+    causes["drift"] = drift(advantages_N, old_N, entropy_N, mass_N)
+    for name, values_N in causes.items():
+        row |= {name: float(values_N.double().mean())} | means(f"{name}/", CONTEXTS, values_N, context_N)
+    return row
 
 
 def kept_mass(old_N: torch.Tensor, sampled_N: torch.Tensor) -> torch.Tensor:

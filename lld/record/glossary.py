@@ -36,12 +36,16 @@ GLOSSARY = {
         "probability that the trainer's policy gives to the tokens that the sampler could draw, mean over "
         'tokens; 1 unless top_p or the like cuts its distribution, and with loss.support "kept"'
     ),
-    "advantage/*": "mean advantage per token by context; not 0 in healthy runs either",
-    "drift/*": (
-        "predicted change of entropy per unit of step, by context, from what the sampler cuts: the mean of "
-        "-A (1 - m) pi (log pi + H), m being the kept mass (`drift` in lld/record/contexts.py); 0 if nothing "
-        "is cut, above 0 flattens"
+    "advantage": (
+        "mean advantage per token; below 0 where wrong responses are the longer ones, in healthy runs too"
     ),
+    "advantage/*": "the same by context: above 0 where passages helped, below where they did not",
+    "drift": (
+        "predicted change of entropy per unit of step from what the sampler cuts: the mean of -A (1 - m) pi "
+        "(log pi + H), m being the kept mass (`drift` in lld/record/contexts.py); 0 if nothing is cut, "
+        "above 0 flattens"
+    ),
+    "drift/*": "the same by context; what contexts have in common drifts as they do on average",
     "context/*": "share of the model's tokens in that context",
     "*/first": (
         "kept mass, entropy, or by class entropy, log pi and displacement, over the tokens sampled before "
