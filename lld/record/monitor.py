@@ -100,11 +100,9 @@ def gates(
     That is the share of their tokens with an open gate, and the mean penalty per token before lambda
     (Eqs. 4, 9, 10). anchor_BT: log-probabilities that LLDS compares with; tolerance: loss.lld_tolerance.
     """
-    preserved = [
-        row
-        for row in rows
-        if batch.advantages_B[row] >= 0 and (new_BT[row] - anchor_BT[row]).isfinite().all()
-    ]
+    rows_R = torch.tensor(rows)
+    fine_R = (new_BT[rows_R] - anchor_BT[rows_R]).isfinite().all(1)
+    preserved = rows_R[fine_R & (batch.advantages_B[rows_R] >= 0)]
     action_ids_RT = batch.action_ids_BT[preserved]
     num_tokens = int((action_ids_RT > 0).sum())
     if not num_tokens:
@@ -184,24 +182,34 @@ def episode_likelihoods(batch: Batch, old_BT: torch.Tensor, episodes: list[Episo
         if right[index]:
             good_finds.setdefault(episode.question.id, []).append(first_found[index])
     sums, counts, matches = {}, {}, []
-    for index, episode in enumerate(episodes):
-        action_ids_T, logprobs_T = batch.action_ids_BT[index], old_BT[index]
-        if not logprobs_T.isfinite().all():
-            continue
-        names = [(f"nll/searches{episode.num_searches}", action_ids_T > 0, -1.0)]
+    totals_BK, tokens_BK = action_sums(batch.action_ids_BT, old_BT)
+    for index in old_BT.isfinite().all(1).nonzero()[:, 0].tolist():
+        episode, totals_K, tokens_K = episodes[index], totals_BK[index], tokens_BK[index]
+        names = [(f"nll/searches{episode.num_searches}", -sum(totals_K[1:]), sum(tokens_K[1:]))]
         if not right[index]:
-            names.append(("wrong/first_action", action_ids_T == 1, 1.0))
+            names.append(("wrong/first_action", totals_K[1], tokens_K[1]))
             if episode.turns and episode.turns[0].searched:
-                names.append(("wrong/second_action", action_ids_T == 2, 1.0))
+                names.append(("wrong/second_action", totals_K[2], tokens_K[2]))
             if first_found[index] is not None and episode.question.id in good_finds:
                 matches.append(first_found[index] in good_finds[episode.question.id])
-        for name, chosen_T, sign in names:
-            sums[name] = sums.get(name, 0.0) + sign * float(logprobs_T[chosen_T].double().sum())
-            counts[name] = counts.get(name, 0) + int(chosen_T.sum())
+        for name, total, tokens in names:
+            sums[name] = sums.get(name, 0.0) + total
+            counts[name] = counts.get(name, 0) + tokens
     row = {name: sums[name] / counts[name] for name in sorted(sums) if counts[name]}
     if matches:
         row["wrong/observation_match"] = sum(matches) / len(matches)
     return row
+
+
+def action_sums(
+    action_ids_BT: torch.Tensor, values_BT: torch.Tensor
+) -> tuple[list[list[float]], list[list[int]]]:
+    """Per row and action id, 0 to at least 2: the sum of the values, and the number of tokens."""
+    size = len(values_BT), max(2, int(action_ids_BT.max())) + 1
+    sums_BK = torch.zeros(size, dtype=torch.float64).scatter_add_(1, action_ids_BT, values_BT.double())
+    tokens_BK = torch.zeros(size, dtype=torch.long)
+    tokens_BK.scatter_add_(1, action_ids_BT, torch.ones_like(action_ids_BT))
+    return sums_BK.tolist(), tokens_BK.tolist()
 
 
 def is_right(episode: Episode) -> bool:
