@@ -27,6 +27,7 @@ from lld.record.runs import (
 )
 
 END = 40  # steps of a level: of the end, and of the best one
+EARLY = 100  # steps before which few runs have fallen
 CURVE = 25  # steps of a point of a curve
 FELL = 0.75  # a run fell if its EM of the end is below this share of its best level
 # Column of the record -> the logged number that it follows
@@ -40,9 +41,11 @@ FOLLOWED = {
     "valid": "valid_actions",
     "tokens": "response_tokens",
     "kept_mass": "kept_mass",
+    "drift": "drift",
 }
 # Signs and phases of lld/record/phases.py whose first step is recorded
 SIGNS = ("displacement", "flattening", "gap", "spiral", "collapse")
+EXTREMES = ("entropy", "entropy_right", "entropy_wrong", "right", "wrong")  # least and most are recorded too
 ABOUT = ("world", "arm", "rate", "seed", "steps")
 NUMBERS = ("rate", "seed", "steps")
 TEXTS = (*ABOUT[:2], "options", "fingerprint", "commit", "machine")
@@ -106,12 +109,36 @@ def alarms(rows: Sequence[dict], num_updates: int) -> dict[str, int | None]:
     return {f"alarm_{name}": step for name, step in first.items()}
 
 
+def course(name: str, values: Sequence[float]) -> dict[str, float | None]:
+    """The mean of the first 10 and the last 40 values; of some names also the extreme means of 10."""
+    row = {f"{name}_start": fmean(values[: phases.WINDOW]) if values else None, f"{name}_end": level(values)}
+    if name in EXTREMES:
+        levels = running_mean(values)[phases.WINDOW - 1 :]
+        row |= {f"{name}_least": min(levels, default=None), f"{name}_most": max(levels, default=None)}
+    return row
+
+
+def by_context(rows: Sequence[dict]) -> dict[str, float | None]:
+    """What the log tells apart by what the context has seen: onsets, entropies, early advantage, drift."""
+    row = {}
+    for name in CONTEXTS:
+        steps, values = series(rows, f"entropy/incorrect/{name}")
+        row |= {f"onset_{name}": onset(steps, values), f"entropy_wrong_{name}_end": level(values)}
+        row[f"entropy_right_{name}_end"] = level(series(rows, f"entropy/correct/{name}")[1])
+    for logged in ("advantage", "drift"):
+        for suffix in ("", *(f"/{name}" for name in CONTEXTS)):
+            values = series(rows[:EARLY], logged + suffix)[1]
+            row[f"early_{logged}{suffix.replace('/', '_')}"] = fmean(values) if values else None
+    return row
+
+
 def describe_run(rows: Sequence[dict], benchmark: str | None = None, num_updates: int = 2) -> dict:
     """The outcome of a run from the rows of its metrics.jsonl; `benchmark` is the held-out set that counts.
 
     em_end, and all that ends in _end: means of the last 40 steps. em_peak: the highest mean of 40 steps.
     fell_step: `fall`. collapse_step: `lld.record.runs.find_collapse`. onset_*: `onset` of the entropy of
-    wrong responses, as a whole and by what the context has seen. Likelihoods: nats per token.
+    wrong responses, as a whole and by what the context has seen. early_*: means of the first 100 steps.
+    Likelihoods: nats per token.
     """
     steps, ems = series(rows, "em")
     peak, fell = fall(steps, ems)
@@ -121,25 +148,14 @@ def describe_run(rows: Sequence[dict], benchmark: str | None = None, num_updates
     row |= {"held_out_start": held_out[0] if held_out else None, "held_out_peak": max(held_out, default=None)}
     row["held_out_end"] = held_out[-1] if held_out else None
     for name, logged in FOLLOWED.items():
-        values = series(rows, logged)[1]
-        levels = running_mean(values)[phases.WINDOW - 1 :]
-        if name != "em":
-            row[f"{name}_start"] = fmean(values[: phases.WINDOW]) if values else None
-            row[f"{name}_least"], row[f"{name}_most"] = min(levels, default=None), max(levels, default=None)
-            row[f"{name}_end"] = level(values)
+        row |= course(name, series(rows, logged)[1])
     gaps = [
-        (row["step"], row[FOLLOWED["wrong"]] - row[FOLLOWED["right"]])
+        row[FOLLOWED["wrong"]] - row[FOLLOWED["right"]]
         for row in rows
         if is_number(row.get(FOLLOWED["wrong"])) and is_number(row.get(FOLLOWED["right"]))
     ]
-    row["gap_end"] = level([gap for _, gap in gaps])
-    row["onset"] = onset(*series(rows, FOLLOWED["entropy_wrong"]))
-    for name in CONTEXTS:
-        steps, values = series(rows, f"entropy/incorrect/{name}")
-        row |= {f"onset_{name}": onset(steps, values), f"entropy_wrong_{name}_end": level(values)}
-        row[f"entropy_right_{name}_end"] = level(series(rows, f"entropy/correct/{name}")[1])
-        advantages = series(rows, f"advantage/{name}")[1]
-        row[f"advantage_{name}"] = fmean(advantages) if advantages else None
+    row |= {"gap_end": level(gaps), "onset": onset(*series(rows, FOLLOWED["entropy_wrong"]))}
+    row |= by_context(rows)
     row |= alarms(rows, num_updates)
     row["skipped_updates"] = sum(series(rows, "skipped_updates")[1])
     return row | {f"curve_{name}": curve(rows, logged) for name, logged in FOLLOWED.items()}
