@@ -66,7 +66,7 @@ def test_every_recipe_names_its_row_and_the_average_that_the_paper_gives():
             and f"EM average {figures[-1]} in the paper; not run by us." in first
         ), first
     named = recipes().keys() | {"tiny", "7b-one-gpu", "3b-instruct-v1", "3b-instruct-code"}
-    named |= {"collapse", "collapse-topp1", "collapse-llds"}
+    named |= {"collapse", "collapse-topp1", "collapse-kept", "collapse-llds"}
     assert {path.stem for path in YAMLS} == named
 
 

@@ -187,6 +187,7 @@ def test_the_collapsing_run_is_one_file_and_its_variants_change_one_line():
     base = settings.to_dict(settings.load(str(ROOT / "configs" / "collapse.yaml")))
     for name, option, value in (
         ("collapse-topp1", ("rollout", "top_p"), 1.0),
+        ("collapse-kept", ("loss", "support"), "kept"),
         ("collapse-llds", ("loss", "lld_weight"), 0.2),
     ):
         other = settings.to_dict(settings.load(str(ROOT / "configs" / f"{name}.yaml")))
