@@ -445,13 +445,13 @@ def test_the_fall_is_dated_from_its_unbroken_part():
 def test_a_run_fell_if_its_end_is_below_three_quarters_of_its_best_level():
     """Levels of 40 steps: .4 up to step 59, then lower with each step."""
     steps = list(range(200))
-    assert outcomes.fall(steps, [0.4] * 60 + [0.31] * 140)[1] is None
+    assert outcomes.fall(steps, [0.4] * 60 + [0.31] * 140)[2] is None
     # .4 - .0075 k < .3 at k = 14
-    best, since = outcomes.fall(steps, [0.4] * 60 + [0.1] * 140)
-    assert best == pytest.approx(0.4) and since == 60 + 13
+    best, largest, since = outcomes.fall(steps, [0.4] * 60 + [0.1] * 140)
+    assert best == pytest.approx(0.4) and largest == pytest.approx(0.75) and since == 60 + 13
     # What was made good does not count
-    assert outcomes.fall(steps, [0.4] * 60 + [0.1] * 60 + [0.4] * 80)[1] is None
-    assert outcomes.fall(steps[:10], [0.4] * 10) == (None, None)
+    assert outcomes.fall(steps, [0.4] * 60 + [0.1] * 60 + [0.4] * 80)[2] is None
+    assert outcomes.fall(steps[:10], [0.4] * 10) == (None, None, None)
 
 
 def test_a_description_by_hand():
@@ -514,7 +514,10 @@ def test_tables_by_hand():
     (pair,) = cells(tables.compared(rows, [("cut", "whole"), ("cut", "absent")]))
     assert pair["arms"] == "cut - whole" and pair["EM"] == "-0.300 ± 0.000" and pair["p of signs"] == "0.25"
     # Two of C(6, 3) = 20
-    assert pair["p of dealing"] == "0.1" and pair["fell"] == "3 of 3, 0 of 3" and pair["p"] == "0.1"
+    assert pair["p of dealing"] == "0.1" and pair["fell; p"] == "3 of 3, 0 of 3; 0.1"
+    assert pair["exploded; p"] == "0 of 3, 0 of 3; 1"
+    flat = {"entropy_wrong_start": 1.0, "entropy_wrong_end": 2.1}
+    assert tables.has_exploded(flat) and not tables.has_exploded(flat | {"entropy_wrong_start": 1.1})
     text = tables.markdown(tables.compared(rows, [("cut", "whole")]))
     assert text.splitlines()[2].count("|") == text.splitlines()[4].count("|") == len(pair) + 1
     assert (

@@ -12,6 +12,7 @@ from lld.experiment.outcomes import END, FELL, SIGNS
 from lld.record.contexts import CONTEXTS
 
 DASH = "–"
+EXPLODED = 2.0
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,29 @@ def of(name: str, digits: int, rows: Sequence[dict]) -> str:
 
 
 def happened(name: str, rows: Sequence[dict]) -> str:
-    """'3 of 5 (.15 to .95), step 212': how many runs have that step, the share's interval, and the median."""
+    """'3 of 5 (.15 to .95), step 212': how many runs have that step, and the median."""
     steps = [row[name] for row in rows if row[name] is not None]
-    low, high = intervals.share_interval(len(steps), len(rows))
-    text = f"{len(steps)} of {len(rows)} ({low:.2f} to {high:.2f})"
-    return text + (f", step {median(steps):.0f}" if steps else "")
+    return share(len(steps), len(rows)) + (f", step {median(steps):.0f}" if steps else "")
+
+
+def share(count: int, total: int) -> str:
+    """'3 of 5 (.15 to .95)': with the exact 95 % interval of the share."""
+    low, high = intervals.share_interval(count, total)
+    return f"{count} of {total} ({low:.2f} to {high:.2f})"
+
+
+def has_fallen(row: dict) -> bool:
+    return row["fell_step"] is not None
+
+
+def has_exploded(row: dict) -> bool:
+    """Whether the entropy of wrong responses ended above twice that of the start."""
+    start, end = row["entropy_wrong_start"], row["entropy_wrong_end"]
+    return None not in (start, end) and end > EXPLODED * start
+
+
+def exploded(rows: Sequence[dict]) -> str:
+    return share(sum(map(has_exploded, rows)), len(rows))
 
 
 def when(name: str, rows: Sequence[dict]) -> str:
@@ -97,17 +116,21 @@ def arrow(names: Sequence[str], rows: Sequence[dict]) -> str:
 
 OUTCOMES_TITLE = (
     f"**What became of each arm.** EM: training episodes, mean of the last {END} steps and highest "
-    f"mean of {END}; held out: greedy, after the last step; ± 95 % t-interval over the n seeds. Fell: "
-    f"EM of the end below {FELL:.0%} of the best level, of how many runs, with the exact 95 % interval"
-    " of the share and the median step from which it stayed there. Halved: the 10-step mean reward "
-    "below half of its best for ten steps, and the first of them."
+    f"mean of {END}; held out: greedy, after the last step; ± 95 % t-interval over the n seeds. "
+    f"Largest fall: of the {END}-step mean, as a share of the best one before. Fell: EM of the end "
+    f"below {FELL:.0%} of the best level, of how many runs, with the exact 95 % interval of the share "
+    "and the median step from which it stayed there. Halved: the 10-step mean reward below half of its "
+    "best for ten steps, and the first of them. Exploded: entropy of wrong responses at the end above "
+    f"{EXPLODED:g} times that of the start."
 )
 OUTCOMES: dict[str, Callable[[Sequence[dict]], str]] = {
     "EM end": partial(of, "em_end", 3),
     "EM peak": partial(of, "em_peak", 3),
     "held out": partial(of, "held_out_end", 3),
+    "largest fall": partial(of, "em_fall", 2),
     "fell": partial(happened, "fell_step"),
     "halved": partial(when, "collapse_step"),
+    "exploded": exploded,
     "valid actions": partial(of, "valid_end", 2),
     "tokens": partial(arrow, ("tokens_start", "tokens_end")),
 }
@@ -142,11 +165,12 @@ def by_arm(rows: Sequence[dict], title: str, columns: dict[str, Callable[[Sequen
 # arms compared
 
 PAIRS_TITLE = (
-    "**Arms compared at the same world and learning rate**: first arm minus second. EM: of the end, "
-    "mean difference over the seeds that both have ± 95 % t-interval; p: exact, over all signs of "
-    "these differences (five pairs give at least .0625), and over all ways of dealing the runs to the"
-    " two arms (five and five: at least .0079). Fell: runs of each; p of Fisher's exact test. "
-    "Entropy, gap: of wrong responses, and wrong minus right log-likelihood, at the end."
+    "**Arms compared at the same world and learning rate**: first arm minus second, over the n seeds "
+    "that both have, ± 95 % t-interval. p of signs: exact, over all signs of the differences of EM "
+    "(five pairs give at least .0625); p of dealing: exact, over all ways of dealing the runs to the "
+    "two arms (five and five: at least .0079). Fell, exploded: runs of each arm, p of Fisher's exact "
+    "test. Entropy, right, gap: entropy of wrong responses, log-likelihood of right ones, wrong minus "
+    "right log-likelihood, and valid actions, at the end."
 )
 
 
@@ -170,17 +194,23 @@ def _pair(ones: Sequence[dict], others: Sequence[dict]) -> dict[str, str]:
         both = [(one[name], other[name]) for one, other in pairs]
         return [None if None in pair else pair[0] - pair[1] for pair in both]
 
-    fell = [sum(row["fell_step"] is not None for row in some) for some in (ones, others)]
+    def both(happened: Callable[[dict], bool]) -> str:
+        one, other = sum(map(happened, ones)), sum(map(happened, others))
+        p = intervals.fisher_p(one, len(ones), other, len(others))
+        return f"{one} of {len(ones)}, {other} of {len(others)}; {p_text(p)}"
+
     ends = [[row["em_end"] for row in some] for some in (ones, others)]
     return {
         "n": str(len(pairs)),
         "EM": cell(differences("em_end"), 3, signed=True),
         "p of signs": p_text(intervals.sign_flip_p([d for d in differences("em_end") if d is not None])),
         "p of dealing": p_text(intervals.swap_p(*ends)),
-        "fell": f"{fell[0]} of {len(ones)}, {fell[1]} of {len(others)}",
-        "p": p_text(intervals.fisher_p(fell[0], len(ones), fell[1], len(others))),
+        "fell; p": both(has_fallen),
+        "exploded; p": both(has_exploded),
         "entropy": cell(differences("entropy_wrong_end"), 2, signed=True),
+        "right": cell(differences("right_end"), 2, signed=True),
         "gap": cell(differences("gap_end"), 2, signed=True),
+        "valid actions": cell(differences("valid_end"), 2, signed=True),
     }
 
 
