@@ -80,7 +80,13 @@ class Rollout:
     # Prompt, actions and observations together
     max_episode_tokens: int = 4096
     temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0
+    # The next three cut the distribution of the next token, each by itself, and it is renormalised.
+    top_p: float = 1.0  # to the likeliest ids that together have this probability
+    min_p: float = 0.0  # to ids of at least this share of the largest probability
+    top_k: int = 0  # to this number of likeliest ids; 0 keeps all
+    # Weights that are sampled with: the trainer's | a copy of them, in every rollout rounded to fewer bits
+    # and stored as before (fp8 e4m3 and int8: matrices of the layers, one scale a row); not in evaluations
+    weights: Literal[("trainer",) + keys_of("model/coarse", "COARSE")] = "trainer"
     # Sequences decoded together on each process; `train.py --plan` prints the size of their KV cache
     num_slots: int = 128
     # Share of a step's groups that may be dropped because a search failed; above it the run stops
@@ -90,6 +96,11 @@ class Rollout:
     cuda_graphs: bool = False
     # Continue decoding while searches run; false makes the schedule, and so the last bits, repeatable
     overlap_search: bool = True
+
+    @property
+    def cuts(self) -> bool:
+        """Whether some ids can never be drawn."""
+        return self.top_p < 1 or self.min_p > 0 or self.top_k > 0
 
 
 @dataclass(frozen=True)
@@ -118,8 +129,10 @@ class Loss:
     entropy_weight: float = 0.0  # official code: 0.001
     # Whose log pi_old the ratio divides by; LLDS and the displacement metrics always use the trainer's
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
-    # Probabilities that are trained and recorded: over the vocabulary | over the ids that top_p < 1 kept
-    # when the token was sampled (arXiv 2512.02556), the same for ratio, KL, entropy and LLDS
+    # Temperature of the probabilities that are trained and recorded; null: rollout.temperature
+    temperature: float | None = None
+    # Ids that they are normalised over: the vocabulary | the ids that top_p, min_p or top_k kept when the
+    # token was sampled (arXiv 2512.02556), the same for ratio, KL, entropy and LLDS
     support: Literal["full", "kept"] = "full"
     # Weights of the policy terms for a sampler other than the trainer: the ratios pi_old / sampler of a token
     # or of a response, truncated (tis) or masked (mis)
@@ -298,3 +311,8 @@ class Config:
     monitor: Monitor = Monitor()
     plan: Plan = Plan()
     tinyworld: TinyWorld = TinyWorld()
+
+    @property
+    def trained_temperature(self) -> float:
+        """The temperature of the probabilities that the loss reads."""
+        return self.rollout.temperature if self.loss.temperature is None else self.loss.temperature

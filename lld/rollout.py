@@ -45,7 +45,8 @@ class Budgets:
 def open_engine(
     lm, tokenizer, options: config.Rollout, sampling: config.Rollout | config.Eval, keep_ids: bool = False
 ) -> Engine:
-    """An engine for rollouts of `lm`, with the temperature and top_p of `sampling`."""
+    """An engine for rollouts of `lm`, with the temperature and top_p of `sampling`, and all that cuts."""
+    cut = {name: getattr(sampling, name) for name in ("min_p", "top_k") if hasattr(sampling, name)}
     return Engine(
         lm,
         tokenizer,
@@ -57,6 +58,7 @@ def open_engine(
         cuda_graphs=options.cuda_graphs,
         max_tokens=options.max_episode_tokens,
         keep_ids=keep_ids,
+        **cut,
     )
 
 

@@ -11,6 +11,7 @@ from lld.config import Config, Loss, TinyWorld
 
 # Greater than 0, or null where the option admits it.
 POSITIVE = (
+    "loss.temperature",
     "run.steps",
     "run.save_every",
     "model.lora_alpha",
@@ -57,6 +58,7 @@ NOT_NEGATIVE = (
     "run.watchdog_s",
     "model.lora_rank",
     "rollout.temperature",
+    "rollout.top_k",
     "loss.clip_low",
     "loss.clip_high",
     "loss.kl_weight",
@@ -103,6 +105,7 @@ def validate(cfg: Config) -> None:
     """Raises ValueError for a value out of range and for a combination of options without effect."""
     check_ranges(cfg)
     check_sampling(cfg)
+    check_sampler(cfg)
     check_budgets(cfg)
     check_batches(cfg)
     check_loss(cfg)
@@ -155,17 +158,36 @@ def check_sampling(cfg: Config) -> None:
         top_p = getattr(cfg, section).top_p
         if not 0 < top_p <= 1:
             raise ValueError(f"{section}.top_p = {top_p}: must be in (0, 1]")
-    if cfg.loss.old_logprobs == "sampler" and cfg.rollout.top_p < 1 and cfg.loss.support == "full":
-        raise ValueError(
-            f"loss.old_logprobs = 'sampler' with rollout.top_p = {cfg.rollout.top_p}: the sampler's "
-            "log-probabilities are those of the cut distribution and no ratio to the whole one can be built "
-            "on them; use loss.support 'kept', old_logprobs 'trainer' or top_p 1.0"
-        )
-    refuse_unread(cfg, ["loss.support"], cfg.rollout.top_p == 1, "rollout.top_p = 1, which keeps all ids")
     if cfg.eval.top_p < 1 and cfg.eval.temperature == 0:
         raise ValueError(
             f"eval.top_p = {cfg.eval.top_p} does nothing with eval.temperature = 0 (greedy): "
             "drop one of the two"
+        )
+
+
+def check_sampler(cfg: Config) -> None:
+    """What the sampler draws from, and what of it the loss can know."""
+    rollout, loss = cfg.rollout, cfg.loss
+    if not 0 <= rollout.min_p < 1:
+        raise ValueError(f"rollout.min_p = {rollout.min_p}: must be in [0, 1)")
+    if rollout.top_k == 1:
+        raise ValueError(
+            "rollout.top_k = 1: greedy episodes of a group are all alike and teach nothing; use at least 2, "
+            "or 0 for all ids"
+        )
+    cut = f"top_p = {rollout.top_p}, min_p = {rollout.min_p:g}, top_k = {rollout.top_k}"
+    refuse_unread(cfg, ["loss.support"], not rollout.cuts, f"rollout.{cut}, which keep all ids")
+    if loss.old_logprobs == "sampler" and rollout.cuts and loss.support == "full":
+        raise ValueError(
+            f"loss.old_logprobs = 'sampler' with rollout.{cut}: the sampler's log-probabilities are those of "
+            "the cut distribution and no ratio to the whole one can be built on them; use loss.support "
+            "'kept', old_logprobs 'trainer' or top_p 1.0, min_p 0 and top_k 0"
+        )
+    if loss.old_logprobs == "sampler" and cfg.trained_temperature != rollout.temperature:
+        raise ValueError(
+            f"loss.old_logprobs = 'sampler' with rollout.temperature = {rollout.temperature} and "
+            f"loss.temperature = {loss.temperature}: the ratio of two temperatures would not begin at 1, and "
+            "the clip would act on the difference; use old_logprobs 'trainer', or one temperature"
         )
 
 
@@ -287,6 +309,7 @@ def check_adapters(cfg: Config) -> None:
         )
     why = f"{adapted}: the optimizer holds only the adapters, which are small"
     refuse_unread(cfg, ["optim.name", "optim.cpu_in_rollout"], model.lora_rank > 0, why)
+    refuse_unread(cfg, ["rollout.weights"], model.lora_rank > 0, f"{adapted}, whose copy shares weights")
     if model.lora_rank > 0 and cfg.monitor.crash_box:
         raise ValueError(
             f"monitor.crash_box = {cfg.monitor.crash_box} with {adapted}: a box holds whole models, so that "

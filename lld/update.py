@@ -107,7 +107,7 @@ def score(policy, micro: Batch, cfg: Config, entropy_gradient: bool = False):
             "without them: use 'full', or episodes of a run with loss.support = 'kept'"
         )
     written_BT = micro.action_ids_BT > 0
-    return policy(micro.token_ids_BT, written_BT, cfg.rollout.temperature, entropy_gradient, kept)
+    return policy(micro.token_ids_BT, written_BT, cfg.trained_temperature, entropy_gradient, kept)
 
 
 @torch.no_grad()

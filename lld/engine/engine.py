@@ -136,13 +136,15 @@ class Engine:
         cuda_graphs: bool = False,
         max_tokens: int | None = None,
         keep_ids: bool = False,
+        min_p: float = 0.0,
+        top_k: int = 0,
     ):
         """Samples from `lm`, a transformers decoder of the Llama/Qwen2/Qwen3 kind; copies no weights.
 
         max_tokens: the maximum length of a sequence, if known; on a GPU the cache has that size from the
-        start. With `keep_ids`, turns list the ids that top_p < 1 left for each token. With `cuda_graphs`, on
-        a GPU and without casts under autocast, steps without prompts and observations replay CUDA graphs. The
-        weights must then stay at their addresses while the engine exists.
+        start. With `keep_ids`, turns list the ids that top_p, min_p and top_k left for each token. With
+        `cuda_graphs`, on a GPU and without casts under autocast, steps without prompts and observations
+        replay CUDA graphs. The weights must then stay at their addresses while the engine exists.
         """
         _check_model(lm.config)
         self.lm = lm
@@ -151,6 +153,7 @@ class Engine:
         self.temperature = temperature
         self.top_p = top_p
         self.keep_ids = keep_ids
+        self.cut = {"min_p": min_p, "top_k": top_k}
         self.stop_strings = stop_strings
         self.eos_ids = frozenset(eos_ids)
         self.may_stop = tokens_that_may_stop(tokenizer, stop_strings)
@@ -385,7 +388,8 @@ class Engine:
         self, sequences: list[Sequence], logits_SV: torch.Tensor, uniforms_S: torch.Tensor
     ) -> list[Stopped]:
         stopped = []
-        drawn = sample_tokens(logits_SV, uniforms_S, self.temperature, self.top_p, self.keep_ids)
+        how = (self.temperature, self.top_p, self.keep_ids)
+        drawn = sample_tokens(logits_SV, uniforms_S, *how, **self.cut)
         for sequence, (token, logprob, *kept) in zip(sequences, drawn, strict=True):
             sequence.token_ids.append(token)
             sequence.logprobs.append(logprob)

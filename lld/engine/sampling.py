@@ -13,6 +13,9 @@ def sample_tokens(
     temperature: float,
     top_p: float,
     keep_ids: bool = False,
+    *,
+    min_p: float = 0.0,
+    top_k: int = 0,
 ) -> list[tuple]:
     """One token per row by inverse CDF, and its log-probability under the distribution it was drawn from.
 
@@ -21,8 +24,11 @@ def sample_tokens(
     temperature 1. top_p < 1 keeps the smallest set of likeliest tokens whose probability reaches top_p, and
     renormalises. Synchronises with the device once, and a second time if a nucleus has more than TOP tokens.
 
-    With `keep_ids`, for a temperature above 0 and top_p < 1, a third value is the nucleus: its ids (int32, on
-    the CPU), likeliest first. They take two more synchronisations.
+    min_p > 0 keeps the tokens of at least min_p times the largest probability, top_k > 0 the top_k likeliest.
+    All three read the whole distribution; what each of them keeps is kept.
+
+    With `keep_ids`, where anything is cut, a third value is the ids that were kept (int32, on the CPU),
+    likeliest first. They take two more synchronisations.
     """
     logits_SV = logits_SV.float()
     if temperature == 0:
@@ -30,10 +36,11 @@ def sample_tokens(
         return _to_host(token_S1, logits_SV.log_softmax(-1).gather(-1, token_S1))
     if temperature != 1:
         logits_SV = logits_SV / temperature
-    if top_p == 1:
+    if top_p == 1 and min_p == 0 and top_k == 0:
         return _to_host(*_invert_cdf(logits_SV, uniforms_S))
     for num_sorted in (TOP, logits_SV.shape[-1]):
-        nucleus_SV, order_SK, kept_SK = _nucleus(logits_SV, top_p, min(num_sorted, logits_SV.shape[-1]))
+        num_sorted = min(num_sorted, logits_SV.shape[-1])
+        nucleus_SV, order_SK, kept_SK = _nucleus(logits_SV, num_sorted, top_p, min_p, top_k)
         drawn = _to_host(*_invert_cdf(nucleus_SV, uniforms_S), kept_SK[:, -1:])
         if not any(cut for _, _, cut in drawn):
             break
@@ -48,17 +55,21 @@ def _to_host(token_S1: torch.Tensor, *columns_S1: torch.Tensor) -> list[tuple]:
     return [(int(token), *rest) for token, *rest in rows]
 
 
-def _nucleus(logits_SV: torch.Tensor, top_p: float, num_sorted: int) -> tuple[torch.Tensor, ...]:
-    """The logits of each row's nucleus, else -inf; the `num_sorted` likeliest ids; which of them it holds.
+def _nucleus(
+    logits_SV: torch.Tensor, num_sorted: int, top_p: float, min_p: float, top_k: int
+) -> tuple[torch.Tensor, ...]:
+    """The logits of the tokens to keep, else -inf; the `num_sorted` likeliest ids; which of these to keep.
 
-    A nucleus that holds the last of these may be larger.
+    Where the last of these is kept, more might be.
     """
     weights_SV = (logits_SV - logits_SV.amax(-1, keepdim=True)).exp_()
     total_S1 = weights_SV.sum(-1, keepdim=True, dtype=torch.float64)
     best_SK, order_SK = logits_SV.topk(num_sorted)
     share_SK = (best_SK - best_SK[:, :1]).exp().double() / total_S1
     before_SK = share_SK.cumsum(-1) - share_SK
-    kept_SK = before_SK < top_p
+    kept_SK = (before_SK < top_p) & (share_SK >= min_p * share_SK[:, :1])
+    if top_k > 0:
+        kept_SK[:, top_k:] = False
     nucleus_SV = torch.full_like(logits_SV, -torch.inf)
     nucleus_SV.scatter_(-1, order_SK, best_SK.masked_fill(~kept_SK, -torch.inf))
     return nucleus_SV, order_SK, kept_SK

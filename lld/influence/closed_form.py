@@ -353,7 +353,7 @@ def analyse(exact: Policy, group: Group, tokenizer, cfg: Config, measure: bool) 
     Its responses, the matrices, the true changes if `measure`, and the look-alike pair of lowest influence.
     `exact` is the policy in float64.
     """
-    tokens, right, temperature = read_tokens(exact, group.batch), group.right, cfg.rollout.temperature
+    tokens, right, temperature = read_tokens(exact, group.batch), group.right, cfg.trained_temperature
     pairs_MN = pair_influence(
         tokens,
         exact.lm.get_output_embeddings(),

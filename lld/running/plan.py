@@ -203,7 +203,7 @@ def resident(cfg: config.Config, shape: Shape, setup: Setup, widths: Widths) -> 
         kinds["reference"] = weights
     if cfg.loss.lld_lag_steps > 0:
         kinds["anchor"] = weights
-    if setup.sharded or widths.compute < widths.stored:
+    if setup.sharded or widths.compute < widths.stored or cfg.rollout.weights != "trainer":
         kinds["rollout copy"] = float(shape.params * widths.compute)
     return kinds
 
@@ -228,7 +228,7 @@ def rollout_peak(cfg: config.Config, shape: Shape, setup: Setup, widths: Widths)
     kinds["KV cache"] = float(size * slots_token)
 
     # float32: logits, log-probabilities, probabilities, padded probabilities; top-p may also sort them all.
-    sampled = 16 if rollout.top_p >= 1 else 40
+    sampled = 40 if rollout.cuts else 16
     sampling = {"logits": float(rollout.num_slots * shape.vocab * sampled)}
 
     chunk = rollout.max_observation_tokens + 1

@@ -20,11 +20,13 @@ MAX_EMPTY_GROUPS = 0.5
 def new_engine(run: Run, sampling: Rollout | Eval, keep_ids: bool = False) -> Engine:
     """Makes an engine with the temperature and top_p of training or of evaluation.
 
-    It reads the policy's weights, or the rollout copy, which is updated here. Every process must call it.
+    It reads the policy's weights, or the rollout copy, which is updated here, rounded as rollout.weights says
+    if it is to train on. Every process must call it.
     """
     models = run.models
     if models.rollout_copy is not None:
-        sharding.refresh(models.rollout_copy, models.bare, run.accelerator.device)
+        weights = sampling.weights if isinstance(sampling, Rollout) else "trainer"
+        sharding.refresh(models.rollout_copy, models.bare, run.accelerator.device, weights)
     lm = (models.rollout_copy or models.lm).eval()
     return open_engine(lm, run.tokenizer, run.cfg.rollout, sampling, keep_ids)
 

@@ -214,7 +214,8 @@ def load_models(
     check_fit(lm, tokenizer, cfg.rollout.max_episode_tokens)
     dtype = optimizers.weight_dtype(cfg.optim, accelerator.mixed_precision)
     half_copy = accelerator.mixed_precision == "bf16" and dtype == torch.float32
-    rollout_copy = sharding.rollout_copy(lm, accelerator) if plays and (sharded or half_copy) else None
+    needs_copy = plays and (sharded or half_copy or cfg.rollout.weights != "trainer")
+    rollout_copy = sharding.rollout_copy(lm, accelerator) if needs_copy else None
     if cfg.model.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
 

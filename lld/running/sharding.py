@@ -14,7 +14,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lld.model import adapters
+from lld.model import adapters, coarse
 from lld.model.load import engine_model
 from lld.policy import Policy
 
@@ -149,18 +149,23 @@ def rollout_copy(lm, accelerator: Accelerator):
 
 
 @torch.no_grad()
-def refresh(twin, policy, device) -> None:
+def refresh(twin, policy, device, weights: str = "trainer") -> None:
     """Copies the policy's weights into the rollout copy, one parameter at a time. A collective.
 
-    Adapters are added to the weights that they belong to.
+    Adapters are added to the weights that they belong to. `weights`: rollout.weights, which may round them;
+    not with adapters, whose rollout copy shares other weights with the policy.
     """
     for name, weight in adapters.merged_weights(policy.lm):
         twin.get_submodule(name).weight.copy_(weight)
     if adapters.has(policy.lm):
         return
+    rounded = set() if weights == "trainer" else coarse.rounded_names(policy.lm, weights)
     for name, weight in parameters(policy).items():
         mine = twin.get_parameter(name)
-        mine.copy_(whole(weight, device, mine.dtype))
+        if name in rounded:
+            mine.copy_(coarse.COARSE[weights](whole(weight, device)))
+        else:
+            mine.copy_(whole(weight, device, mine.dtype))
 
 
 def whole_weights(policy, accelerator: Accelerator) -> dict[str, torch.Tensor] | None:
