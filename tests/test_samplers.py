@@ -34,7 +34,7 @@ def kept(logits_SV, uniform=0.5, temperature=1.0, top_p=1.0, **cut):
 def test_what_each_cut_keeps_by_hand():
     """Probabilities .4, .3, .2, .1 of the ids 2, 0, 3, 1."""
     logits_SV = torch.tensor([[0.3, 0.1, 0.4, 0.2]]).log()
-    ((logprob, ids),) = kept(logits_SV, 0.99, min_p=0.5)
+    ((logprob, ids),) = kept(logits_SV, 0.99, min_p=0.49)
     assert ids == [2, 0, 3] and logprob == pytest.approx(math.log(0.2 / 0.9), abs=1e-6)
     assert kept(logits_SV, min_p=0.51)[0][1] == kept(logits_SV, top_k=2)[0][1] == [2, 0]
     assert kept(logits_SV, top_p=0.69)[0][1] == [2, 0] and kept(logits_SV, top_p=0.71)[0][1] == [2, 0, 3]
@@ -42,7 +42,7 @@ def test_what_each_cut_keeps_by_hand():
     assert kept(logits_SV, top_p=0.71, top_k=2)[0][1] == [2, 0]
     assert kept(logits_SV, top_p=0.39, top_k=3, min_p=0.1)[0][1] == [2]
     # At temperature 1/2 the probabilities are .16, .09, .04, .01 of .3
-    assert kept(logits_SV, temperature=0.5, min_p=0.5)[0][1] == [2, 0]
+    assert kept(logits_SV, temperature=0.5, min_p=0.49)[0][1] == [2, 0]
     assert kept(logits_SV, top_k=7)[0][1] == [2, 0, 3, 1]
 
 
