@@ -311,8 +311,3 @@ class Config:
     monitor: Monitor = Monitor()
     plan: Plan = Plan()
     tinyworld: TinyWorld = TinyWorld()
-
-    @property
-    def trained_temperature(self) -> float:
-        """The temperature of the probabilities that the loss reads."""
-        return self.rollout.temperature if self.loss.temperature is None else self.loss.temperature

@@ -45,8 +45,11 @@ class Budgets:
 def open_engine(
     lm, tokenizer, options: config.Rollout, sampling: config.Rollout | config.Eval, keep_ids: bool = False
 ) -> Engine:
-    """An engine for rollouts of `lm`, with the temperature and top_p of `sampling`, and all that cuts."""
-    cut = {name: getattr(sampling, name) for name in ("min_p", "top_k") if hasattr(sampling, name)}
+    """An engine for rollouts of `lm`, with the temperature and top_p of `sampling`.
+
+    min_p and top_k cut where these are the training's; evaluations have none.
+    """
+    cut = {"min_p": options.min_p, "top_k": options.top_k} if sampling is options else {}
     return Engine(
         lm,
         tokenizer,

@@ -183,7 +183,7 @@ def check_sampler(cfg: Config) -> None:
             "the cut distribution and no ratio to the whole one can be built on them; use loss.support "
             "'kept', old_logprobs 'trainer' or top_p 1.0, min_p 0 and top_k 0"
         )
-    if loss.old_logprobs == "sampler" and cfg.trained_temperature != rollout.temperature:
+    if loss.old_logprobs == "sampler" and loss.temperature not in (None, rollout.temperature):
         raise ValueError(
             f"loss.old_logprobs = 'sampler' with rollout.temperature = {rollout.temperature} and "
             f"loss.temperature = {loss.temperature}: the ratio of two temperatures would not begin at 1, and "

@@ -89,6 +89,11 @@ def take_rows(batch: Batch, rows: list[int], device) -> Batch:
     return replace(row, action_ids_BT=unwritten_BT)
 
 
+def trained_temperature(cfg: Config) -> float:
+    """The temperature of the probabilities that the loss reads."""
+    return cfg.rollout.temperature if cfg.loss.temperature is None else cfg.loss.temperature
+
+
 def score(policy, micro: Batch, cfg: Config, entropy_gradient: bool = False):
     """Log-probabilities and entropies (B, T) of the model's tokens under the distribution that is trained.
 
@@ -107,7 +112,7 @@ def score(policy, micro: Batch, cfg: Config, entropy_gradient: bool = False):
             "without them: use 'full', or episodes of a run with loss.support = 'kept'"
         )
     written_BT = micro.action_ids_BT > 0
-    return policy(micro.token_ids_BT, written_BT, cfg.trained_temperature, entropy_gradient, kept)
+    return policy(micro.token_ids_BT, written_BT, trained_temperature(cfg), entropy_gradient, kept)
 
 
 @torch.no_grad()

@@ -1,6 +1,5 @@
 """Samplers that differ from the trainer: what min-p and top-k keep, rounded weights, another temperature."""
 
-import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -16,7 +15,7 @@ from lld.model.coarse import COARSE, rounded_names
 from lld.policy import Policy
 from lld.rollout import Budgets, open_engine, rollout
 from lld.running import playing, sharding
-from lld.update import score_batch
+from lld.update import score_batch, trained_temperature
 
 SHORT = {"temperature": 1.5, "max_new_tokens": 25, "max_turns": 1}
 
@@ -155,10 +154,7 @@ def test_what_agrees_is_taken():
         cfg = settings.from_dict(
             {"rollout": rollout_options, "loss": {"old_logprobs": "sampler", "support": "kept"}}
         )
-        assert cfg.rollout.cuts and cfg.trained_temperature == 1.0
+        assert cfg.rollout.cuts and trained_temperature(cfg) == 1.0
     cfg = settings.from_dict({"rollout": {"weights": "fp8"}, "loss": {"old_logprobs": "sampler"}})
     assert not cfg.rollout.cuts
-    assert (
-        dataclasses.replace(cfg, loss=dataclasses.replace(cfg.loss, temperature=0.8)).trained_temperature
-        == 0.8
-    )
+    assert trained_temperature(settings.from_dict({"loss": {"temperature": 0.8}})) == 0.8

@@ -49,7 +49,7 @@ from lld.rollout import Budgets, check_prompts, open_engine, rollout
 from lld.running import checkpoint
 from lld.running.sharding import asked
 from lld.tools import RetrieverError, Search
-from lld.update import loss_of, minibatch_counts, score_batch, update_policy
+from lld.update import loss_of, minibatch_counts, score_batch, trained_temperature, update_policy
 
 CHUNK = 256  # tokens whose residuals over the vocabulary are in memory at once, twice
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -353,7 +353,7 @@ def analyse(exact: Policy, group: Group, tokenizer, cfg: Config, measure: bool) 
     Its responses, the matrices, the true changes if `measure`, and the look-alike pair of lowest influence.
     `exact` is the policy in float64.
     """
-    tokens, right, temperature = read_tokens(exact, group.batch), group.right, cfg.trained_temperature
+    tokens, right, temperature = read_tokens(exact, group.batch), group.right, trained_temperature(cfg)
     pairs_MN = pair_influence(
         tokens,
         exact.lm.get_output_embeddings(),
