@@ -105,7 +105,8 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Reward:
-    kind: Literal[keys_of("reward", "ANSWER_SCORES") + ("format",)] = "em"
+    # A name, or package.module:function for a reward of one's own (lld/reward.py, `own_reward`)
+    kind: Literal[keys_of("reward", "ANSWER_SCORES") + ("format",)] | str = "em"
     # The next three are read by kind "format"; the values are Search-R1 v0.3's.
     structure_format_score: float = 0.2
     final_format_score: float = 0.1

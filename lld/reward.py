@@ -4,10 +4,14 @@ Only what the model wrote is scored. Search-R1 reads prompt, passages and its ow
 and </answer>" in that message counts as an answer there.
 """
 
+import functools
+import importlib
+import inspect
+import math
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lld.config import Reward
 from lld.episode import Episode
@@ -126,6 +130,59 @@ def format_score(
 ANSWER_SCORES = {"em": exact_match, "f1": token_f1, "cover_em": cover_exact_match}
 
 
+# What a reward function of one's own may take, by name.
+OWN_ARGUMENTS = ("answer", "golden_answers", "question", "turn_texts", "observations")
+
+
+@functools.cache
+def own_reward(path: str) -> Callable[..., float]:
+    """The function that reward.kind names as package.module:function, taking all of OWN_ARGUMENTS by name.
+
+    The function itself may take any of them; `answer` is None where the model gave none. It must depend on
+    nothing else: every process calls it, and a resumed run calls it again. Raises ValueError if it cannot be
+    imported, needs something else, or does not return a finite number.
+    """
+    module, _, name = path.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name)
+        parameters = inspect.signature(function).parameters.values()
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"reward.kind = {path!r} cannot be imported ({error}): is its folder in PYTHONPATH?"
+        ) from error
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    taken = [name for name in OWN_ARGUMENTS if takes_all or name in {p.name for p in named}]
+    for p in parameters:
+        if p.default is p.empty and p.name not in taken and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+            raise ValueError(
+                f"reward.kind = {path!r} needs {p.name!r}: it may take {', '.join(OWN_ARGUMENTS)}, by name"
+            )
+
+    def score(**arguments) -> float:
+        value = function(**{name: arguments[name] for name in taken})
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ValueError(f"{path} returns {value!r} for {arguments}: it must be a finite number")
+        return float(value)
+
+    return score
+
+
+def check_own_reward(cfg: Reward) -> None:
+    """Tries a reward function of one's own on two made-up episodes; ValueError if it cannot score them."""
+    if ":" not in cfg.kind:
+        return
+    own_reward(cfg.kind)
+    for answer, text in (("Ada", "<answer>Ada</answer>"), (None, "<think>No idea.</think>")):
+        try:
+            score_text([text], [""], answer, ["Ada"], cfg, question="Who?")
+        except Exception as error:
+            raise ValueError(
+                f"reward.kind = {cfg.kind!r} fails for the answer {answer!r} ({type(error).__name__}: "
+                f"{error}): it must score every answer, and None where there is none"
+            ) from error
+
+
 def score_text(
     turn_texts: Sequence[str],
     observations: Sequence[str],
@@ -133,14 +190,23 @@ def score_text(
     golden_answers: Sequence[str],
     cfg: Reward,
     *,
+    question: str = "",
     eos: str = "",
 ) -> float:
     """The reward of one episode, in [0, 1] for the default constants.
 
     `turn_texts` are what the model wrote, one text a turn; `observations` what it got after each turn ("" for
     none); `answer` the parsed final answer, None if it gave none; `eos` an end-of-sequence text that a turn
-    may end with.
+    may end with; `question` is read by rewards of one's own alone.
     """
+    if ":" in cfg.kind:
+        return own_reward(cfg.kind)(
+            answer=answer,
+            golden_answers=list(golden_answers),
+            question=question,
+            turn_texts=list(turn_texts),
+            observations=list(observations),
+        )
     if cfg.kind == "format":
         return format_score(turn_texts, observations, answer, golden_answers, cfg, eos=eos)
     return 0.0 if answer is None else ANSWER_SCORES[cfg.kind](answer, golden_answers)
@@ -163,6 +229,7 @@ def score_episodes(episodes: list[Episode], tokenizer, cfg: Reward) -> list[floa
                 episode.answer,
                 episode.question.golden_answers,
                 cfg,
+                question=episode.question.text,
                 eos=tokenizer.eos_token or "",
             )
         )

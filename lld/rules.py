@@ -318,6 +318,9 @@ def check_adapters(cfg: Config) -> None:
 
 
 def check_reward(cfg: Config) -> None:
+    kind = cfg.reward.kind
+    if ":" in kind and not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", kind):
+        raise ValueError(f"reward.kind = {kind!r}: write package.module:function")
     of_format = ["reward.structure_format_score", "reward.final_format_score", "reward.retrieval_score"]
     refuse_unread(cfg, of_format, cfg.reward.kind != "format", f"reward.kind = {cfg.reward.kind!r}")
 

@@ -50,9 +50,12 @@ CODE_AND_WRITES = (
     "run.trackers",
     "model.path",
     "model.trust_remote_code",
+    "reward.kind",
     "retriever.record",
     "tinyworld.dir",
 )
+# Of these options a value with this mark is code; other values are words.
+CODE_MARKS = {"reward.kind": ":"}
 READS = (
     "data.train",
     "retriever.url",
@@ -105,9 +108,15 @@ def _convert(value, kind, where: str):
     """
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        if value is None:
+        if value is None and type(None) in args:
             return None
-        return _convert(value, next(a for a in args if a is not type(None)), where)
+        kinds = [kind for kind in args if kind is not type(None)]
+        if len(kinds) == 1:
+            return _convert(value, kinds[0], where)
+        try:
+            return _convert(value, kinds[":" in str(value)], where)  # a word, or an import path
+        except ValueError as error:
+            raise ValueError(f"{error}, or package.module:function") from None
     if origin is Literal:
         if value not in args:
             known = f"must be one of {', '.join(map(repr, args))}"
@@ -274,16 +283,15 @@ def read_back(path: str | Path, overrides: list[str] = (), reads: bool = True) -
 
     Options of CODE_AND_WRITES keep their defaults unless an override, which the user typed, gives them; so do
     those of READS where `reads` is False. Also returns the names of the options not taken from the file.
+    A word is taken where only an import path is code (CODE_MARKS).
     """
     tree, default, dropped = copy.deepcopy(read_yaml(path)), to_dict(Config()), []
     for name in CODE_AND_WRITES + (() if reads else READS):
         section, _, option = name.partition(".")
         options = tree.get(section)
-        if (
-            isinstance(options, dict)
-            and option in options
-            and options.pop(option) != default[section][option]
-        ):
+        if not isinstance(options, dict) or CODE_MARKS.get(name, "") not in str(options.get(option, "")):
+            continue
+        if option in options and options.pop(option) != default[section][option]:
             dropped.append(name)
     tree.pop("tinyworld", None)  # its options say how to make what `dir` names
     if not reads and isinstance(tree.get("eval"), dict):

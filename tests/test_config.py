@@ -402,7 +402,8 @@ def three(options): return options.clip_high
 def test_an_entry_of_a_table_is_an_accepted_value():
     kinds = typing.get_type_hints(config.Loss) | {"reward": typing.get_type_hints(config.Reward)["kind"]}
     assert typing.get_args(kinds["lld_gate"]) == tuple(GATES)
-    assert typing.get_args(kinds["reward"]) == (*ANSWER_SCORES, "format")
+    words, path = typing.get_args(kinds["reward"])
+    assert typing.get_args(words) == (*ANSWER_SCORES, "format") and path is str
     assert typing.get_args(typing.get_type_hints(config.Advantage)["kind"]) == tuple(ADVANTAGES)
 
 

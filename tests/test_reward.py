@@ -2,9 +2,11 @@
 
 import pytest
 
+from lld import settings
 from lld.config import Reward
 from lld.protocol import INVALID_ACTION, Passage, result_text
 from lld.reward import (
+    check_own_reward,
     cover_exact_match,
     exact_match,
     format_score,
@@ -177,3 +179,77 @@ def test_retrieval_is_looked_for_in_information_only_and_not_in_its_tags():
     assert not retrieval_correct([NOTHING, ""], ["Steventon"])
     assert not retrieval_correct([FOUND], ["information"])
     assert not retrieval_correct([INVALID_ACTION], ["previous action"])
+
+
+# ---- a reward of one's own
+
+
+MINE = """
+def brief(answer, golden_answers, max_words=5):
+    return float(answer in golden_answers and len(answer.split()) <= max_words) if answer else 0
+
+def everything(**arguments):
+    return len(repr(sorted(arguments.items())))
+
+def searched(question, *, observations, turn_texts):
+    return sum(map(bool, observations)) / len(turn_texts) + question.count("?")
+
+def needs_more(answer, judge): return 1.0
+def by_place(answer, /): return 1.0
+def forgets_none(answer): return len(answer)
+def gives_text(answer): return "1.0"
+def gives_nan(answer): return float("nan")
+constant = 3
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch) -> str:
+    """The name of a module with rewards that can be imported from now on."""
+    name = "mine_" + tmp_path.name.replace("-", "_").replace("[", "").replace("]", "")
+    (tmp_path / f"{name}.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+def test_a_reward_of_ones_own_gets_what_it_asks_for_by_name(mine):
+    def score(name, answer, observations=("",)):
+        turns, question = ["a turn"] * len(observations), "Who?"
+        kind = Reward(kind=f"{mine}:{name}")
+        check_own_reward(kind)
+        return score_text(turns, observations, answer, ["Ada Byron"], kind, question=question)
+
+    assert (score("brief", "Ada Byron"), score("brief", "Ada"), score("brief", None)) == (1.0, 0.0, 0.0)
+    assert score("searched", None, ("passages", "")) == 1.5
+    assert score("everything", "x") > 50
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("needs_more", "needs 'judge': it may take answer, golden_answers, question, turn_texts, observ"),
+        ("by_place", "needs 'answer': it may take .* by name"),
+        ("forgets_none", "fails for the answer None \\(TypeError: .*it must score every answer, and None"),
+        ("gives_text", "returns '1.0' for .*: it must be a finite number"),
+        ("gives_nan", "returns nan for .*: it must be a finite number"),
+        ("constant", "cannot be imported \\(3 is not a callable"),
+        ("none", "cannot be imported \\(module .* has no attribute 'none'\\): is its folder in PYTHONPATH"),
+    ],
+)
+def test_a_function_that_is_no_reward_is_refused_before_the_run(mine, name, message):
+    with pytest.raises(ValueError, match=f"{mine}:{name}.* {message}"):
+        check_own_reward(Reward(kind=f"{mine}:{name}"))
+
+
+def test_a_module_that_is_not_there_and_a_path_of_the_wrong_form_are_refused():
+    with pytest.raises(ValueError, match="cannot be imported .*No module named 'nowhere'"):
+        check_own_reward(settings.from_dict({"reward": {"kind": "nowhere:f"}}).reward)
+    for kind in ("a.b:", ":f", "a-b:f", "../a:f", "a:f:g", "a: f"):
+        with pytest.raises(ValueError, match="write package.module:function"):
+            settings.from_dict({"reward": {"kind": kind}})
+    with pytest.raises(ValueError, match=r"must be one of 'em', .*'format', or package.module:function"):
+        settings.from_dict({"reward": {"kind": "mine.module.f"}})
+    with pytest.raises(ValueError, match="reward.kind = None: must be one of"):
+        settings.from_dict({"reward": {"kind": None}})
+    with pytest.raises(ValueError, match="reward.kind = .* must be str"):
+        settings.from_dict({"reward": {"kind": {"a": 1}}})

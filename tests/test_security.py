@@ -104,6 +104,24 @@ def test_a_replay_takes_numbers_from_a_box_and_neither_code_nor_places(tmp_path)
     assert typed.model.path == "/mine" and typed.model.trust_remote_code, "who types them chooses them"
 
 
+def test_a_reward_that_is_code_is_not_taken_from_a_file_and_a_word_is(tmp_path, capsys):
+    own, word = {"reward": {"kind": "evil.module:score"}}, {"reward": {"kind": "f1"}}
+    for name, tree in (("own", own), ("word", word)):
+        write_box(tmp_path / name, EVIL | tree)
+        run_folder(tmp_path / "runs" / name, **tree)
+    with pytest.raises(ValueError, match="reward.kind = 'evil.module:score' is code, .* give reward.kind="):
+        crashbox.replay_options(tmp_path / "own", [])
+    assert crashbox.replay_options(tmp_path / "own", ["reward.kind=f1"]).reward.kind == "f1"
+    assert crashbox.replay_options(tmp_path / "own", ["reward.kind=a.b:c"]).reward.kind == "a.b:c"
+    assert crashbox.replay_options(tmp_path / "word", []).reward.kind == "f1"
+    server = ["retriever.url=http://127.0.0.1:9"]
+    for name, kind in (("own", "em"), ("word", "f1")):
+        ckpt = tmp_path / "runs" / name / "checkpoints" / "step_000002"
+        assert options_of(ckpt, None, server).reward.kind == kind
+        told = capsys.readouterr().err
+        assert ("reward.kind is not taken from a file" in told) == (name == "own")
+
+
 def test_a_box_without_the_reference_model_says_what_to_give(tmp_path):
     box = write_box(tmp_path / "box", EVIL, reference=False)
     with pytest.raises(

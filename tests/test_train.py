@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -19,7 +20,7 @@ import yaml
 from conftest import ROOT
 
 import train
-from lld import update
+from lld import reward, update
 from lld.record import metrics, phases
 from lld.running import checkpoint, evaluating, recording, setup
 from lld.tools import RetrieverError
@@ -412,6 +413,66 @@ def test_weights_of_another_model_are_refused(folder, capsys, tmp_path):
     assert "cannot open the tokenizer of model.path" in refused(
         capsys, folder / "whole.yaml", f"run.dir={folder}/x", f"model.path={tmp_path}/deeper"
     )
+
+
+def python_block(page: str, words: str) -> str:
+    """The code block of a page of docs/ that holds `words`."""
+    blocks = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL
+    )
+    [block] = [block for block in blocks if words in block]
+    return block
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+def test_a_run_with_the_retriever_and_the_reward_of_the_docs(folder, tmp_path, monkeypatch):
+    """The whole server of docs/retriever.md answers a run's searches, the function of docs/data.md scores."""
+    (tmp_path / "my_server.py").write_text(python_block("retriever.md", "serve_forever"))
+    (tmp_path / "rewards_of_mine.py").write_text(python_block("data.md", "def thrifty"))
+    monkeypatch.syspath_prepend(tmp_path)
+    port = free_port()
+    program = [sys.executable, str(tmp_path / "my_server.py"), str(folder / "world" / "corpus.jsonl")]
+    server = subprocess.Popen([*program, str(port)], stderr=subprocess.DEVNULL)
+    scored, score = [], reward.score_episodes
+    config = write_config(
+        folder,
+        "own",
+        retriever={"url": f"http://127.0.0.1:{port}", "topk": 2},
+        eval={"every": 0, "at_start": False},
+    )
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            draw_nothing(patch)
+            patch.setattr(
+                reward,
+                "score_episodes",
+                lambda *args: scored.append((args[0], score(*args))) or scored[-1][1],
+            )
+            more = ["run.steps=2", "reward.kind=rewards_of_mine:thrifty"]
+            assert train.main(["--config", str(config), *more]) == 0
+    finally:
+        server.kill()
+        server.wait()
+    searches = [turn for episodes, _ in scored for e in episodes for turn in e.turns if turn.searched]
+    assert len(scored) == 2 and searches
+    for turn in searches:
+        assert len(turn.passages) == 2
+        for passage in turn.passages:
+            common = {*turn.content.lower().split()} & {*passage.contents.lower().split()}
+            assert passage.score == len(common)
+    for episodes, scores in scored:
+        for episode, value in zip(episodes, scores, strict=True):
+            if episode.answer is None:
+                assert value == 0
+            else:
+                right = reward.token_f1(episode.answer, episode.question.golden_answers)
+                observed = sum(turn.observation_end > turn.end for turn in episode.turns)
+                assert value == pytest.approx(right - 0.05 * observed)
 
 
 def test_a_retriever_that_is_down_is_named_before_work_starts(folder, capsys):

@@ -26,7 +26,7 @@ def options_of(ckpt: Path, config_file: str | None, overrides: list[str]) -> Con
         )
     cfg, dropped = read_back(path, overrides)
     for name in dropped:
-        if name in ("model.trust_remote_code", "retriever.record"):
+        if name in ("model.trust_remote_code", "retriever.record", "reward.kind"):
             _tell(
                 f"{path}: {name} is not taken from a file: give {name}=… on the command line if it is meant"
             )

@@ -44,7 +44,7 @@ from lld.protocol import PARTS
 from lld.record.monitor import first_passages
 from lld.record.runs import printable
 from lld.retrieval.client import make_search
-from lld.reward import score_episodes
+from lld.reward import check_own_reward, score_episodes
 from lld.rollout import Budgets, check_prompts, open_engine, rollout
 from lld.running import checkpoint
 from lld.running.sharding import asked
@@ -452,6 +452,7 @@ def influence(args: argparse.Namespace) -> dict:
     Raises ValueError for a mistake of the user and RetrieverError if the search fails.
     """
     cfg = load_options(args)
+    check_own_reward(cfg.reward)
     tokenizer, lm = load_tokenizer(cfg.model), load_lm(cfg.model)
     check_fit(lm, tokenizer, cfg.rollout.max_episode_tokens)
     training = load_questions(cfg.data.train, split=cfg.data.train_split, sources=cfg.data.train_sources)

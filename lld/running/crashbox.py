@@ -165,10 +165,14 @@ def replay_options(box: Path, overrides: list[str]) -> config.Config:
         "monitor.stop_in_phase=0",
     ]
     own += [] if "model.path" in given else [f"model.path={model}"]
-    cfg, before = (
-        settings.read_back(box / "config.yaml", [*overrides, *own], reads=False)[0],
-        settings.read_back(box / "config.yaml", reads=False)[0],
-    )
+    cfg, dropped = settings.read_back(box / "config.yaml", [*overrides, *own], reads=False)
+    if "reward.kind" in dropped and "reward.kind" not in given:
+        kind = settings.read_yaml(box / "config.yaml")["reward"]["kind"]
+        raise ValueError(
+            f"--replay {box}: reward.kind = {kind!r} is code, which is not taken from a box: give "
+            f"reward.kind={kind} if it is meant, or another"
+        )
+    before = settings.read_back(box / "config.yaml", reads=False)[0]
     free = ("model.path", "model.trust_remote_code")  # may be set on the command line
     for section in ("data", "model", "rollout", "retriever", "tinyworld"):
         for option, value in settings.to_dict(cfg)[section].items():

@@ -24,6 +24,7 @@ from lld.policy import Policy
 from lld.record.metrics import Timed
 from lld.record.phases import Detector
 from lld.retrieval.client import check_health, make_search
+from lld.reward import check_own_reward
 from lld.rollout import check_prompts
 from lld.running import (
     checkpoint,
@@ -49,6 +50,7 @@ def open_run(guard: Guard, cfg: Config, resume: bool, box: Path | None = None) -
     """
     sharding.check_launch()
     check_trackers(cfg.run.trackers)
+    check_own_reward(cfg.reward)
     dry_row.check_names(cfg)
     accelerator = open_accelerator(cfg)
     resumed = open_folder(guard, cfg, resume, box, accelerator)
