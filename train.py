@@ -36,9 +36,10 @@ def train(run: "Run") -> None:
     import torch
 
     from lld.advantages import group_advantages
-    from lld.episode import collate
+    from lld.episode import collate, searches_of
     from lld.reward import score_episodes
     from lld.running import ending, evaluating, playing, recording, saving
+    from lld.selection import choose_tokens, trained_rows
     from lld.update import update_policy
 
     cfg, models = run.cfg, run.models
@@ -48,8 +49,9 @@ def train(run: "Run") -> None:
 
         rewards = score_episodes(episodes, run.tokenizer, cfg.reward)
         rewards_PG = torch.tensor(rewards).view(-1, cfg.rollout.group_size)
-        advantages_PG = group_advantages(rewards_PG, cfg.advantage)
-        batch = collate(episodes, advantages_PG, run.tokenizer.pad_token_id)
+        advantages_PG = group_advantages(rewards_PG, cfg.advantage, searches_of(episodes, rewards_PG))
+        batch = collate(episodes, advantages_PG, run.tokenizer.pad_token_id, trained_rows(episodes, cfg.loss))
+        batch = choose_tokens(run.accelerator, models.policy, batch, cfg)
 
         row |= recording.describe_rollout(run, step, episodes, rewards_PG)
         recording.prepare_update(run, step, episodes, row["lr"])

@@ -26,6 +26,9 @@ def keys_of(module: str, table: str) -> tuple[str, ...]:
     raise AssertionError(f"lld/{module}.py has no literal dict {table}")
 
 
+PRESETS = Path(__file__).parents[1] / "configs" / "presets"
+
+
 @dataclass(frozen=True)
 class Run:
     dir: str = "runs/3b"  # everything a run writes
@@ -89,6 +92,9 @@ class Rollout:
     weights: Literal[("trainer",) + keys_of("model/coarse", "COARSE")] = "trainer"
     # Sequences decoded together on each process; `train.py --plan` prints the size of their KV cache
     num_slots: int = 128
+    # Dynamic sampling: how often a step may draw num_questions more while fewer groups than that differ in
+    # reward; 0 trains on all groups
+    extra_draws: int = 0
     # Share of a step's groups that may be dropped because a search failed; above it the run stops
     max_failed_groups: float = 0.1
     # Replay decode steps as CUDA graphs, captured anew in every rollout; no effect on a CPU. Tested only
@@ -116,17 +122,39 @@ class Reward:
 @dataclass(frozen=True)
 class Advantage:
     kind: Literal[keys_of("advantages", "ADVANTAGES")] = "grpo"
+    # Divide kind grpo by the group's standard deviation; false is Dr. GRPO's
     normalize_std: bool = True
+    # Share of the normalisation among episodes with as many searches, of kind stratified; no published value
+    # was found
+    stratum_weight: float = 0.5
 
 
 @dataclass(frozen=True)
 class Loss:
-    kind: Literal["grpo", "gspo"] = "grpo"
-    # Eq. 1 | official code
-    aggregation: Literal["sequence_mean", "token_mean"] = "sequence_mean"
+    # A published method: options of configs/presets/NAME.yaml, which those of the config file replace; given
+    # on the command line, the preset replaces the file's
+    preset: Literal[("none", *sorted(path.stem for path in PRESETS.glob("*.yaml")))] = "none"
+    # Rule for ratio and clip; docs/stabilisers.md lists these and the rules below
+    kind: Literal[keys_of("loss", "SURROGATES")] = "grpo"
+    # Eq. 1 | official code | Dr. GRPO
+    aggregation: Literal[keys_of("loss", "AGGREGATIONS")] = "sequence_mean"
+    # Tokens by which aggregation constant divides the sum of a response
+    constant_tokens: float = 500.0
     clip_low: float = 0.2
     clip_high: float = 0.2
+    # Bound of kind dual_clip on ratios where A < 0
+    clip_dual: float = 3.0
+    # Steepness of kind sapo's gate where A > 0 and elsewhere
+    sapo_tau_positive: float = 1.0
+    sapo_tau_negative: float = 1.05
     kl_weight: float = 0.001
+    kl_estimator: Literal[keys_of("loss", "KL_ESTIMATORS")] = "k3"
+    # Rules that multiply policy terms, each with its number: {positives: 0.1}
+    weights: dict[Literal[keys_of("weights", "WEIGHTS")], float] = field(default_factory=dict)
+    # Rules that add a term, each with its number: {nll: 0.1}
+    penalties: dict[Literal[keys_of("loss", "PENALTIES")], float] = field(default_factory=dict)
+    # Episodes left out of the loss
+    drop: tuple[Literal[keys_of("selection", "FILTERS")], ...] = ()
     entropy_weight: float = 0.0  # official code: 0.001
     # Whose log pi_old the ratio divides by; LLDS and the displacement metrics always use the trainer's
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
@@ -137,7 +165,7 @@ class Loss:
     support: Literal["full", "kept"] = "full"
     # Weights of the policy terms for a sampler other than the trainer: the ratios pi_old / sampler of a token
     # or of a response, truncated (tis) or masked (mis)
-    correction: Literal[("none",) + keys_of("loss", "CORRECTIONS")] = "none"
+    correction: Literal[("none",) + keys_of("weights", "CORRECTIONS")] = "none"
     # Ratios above are cut to it (tis) or masked (mis)
     correction_cap: float = 2.0
     # Ratios below are raised to it (tis) or masked (mis)
@@ -305,7 +333,7 @@ class Config:
     rollout: Rollout = Rollout()
     reward: Reward = Reward()
     advantage: Advantage = Advantage()
-    loss: Loss = Loss()
+    loss: Loss = field(default_factory=Loss)
     optim: Optim = Optim()
     retriever: Retriever = Retriever()
     eval: Eval = field(default_factory=Eval)

@@ -113,6 +113,9 @@ class Batch:
     # The ids that each token was drawn from, row by row and token by token; None if not recorded
     kept_ids_K: torch.Tensor | None = None
     kept_counts_BT: torch.Tensor | None = None  # how many, per token
+    trained_B: torch.Tensor | None = None  # false: no token of the row is in the loss; None: all are
+    # (B, T) of 0 and 1: what rules of the loss found that compare all tokens of an optimizer step
+    chosen: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def kept(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -135,12 +138,18 @@ class Batch:
             self.advantages_B[rows].to(device),
             self.lengths_B[rows].to(device),
             tuple(self.names[row] for row in rows),
-            *kept,
+            *(kept or (None, None)),
+            None if self.trained_B is None else self.trained_B[rows].to(device),
+            {name: table_BT[rows, :length].to(device) for name, table_BT in self.chosen.items()},
         )
 
 
-def collate(episodes: list[Episode], advantages_PG: torch.Tensor, pad_id: int) -> Batch:
+def collate(
+    episodes: list[Episode], advantages_PG: torch.Tensor, pad_id: int, trained_B: torch.Tensor | None = None
+) -> Batch:
     """`episodes`, in the row-major order of `advantages_PG`, as one right-padded batch.
+
+    `trained_B` is false where an episode is left out of the loss; None trains on all.
 
     Causal attention never reaches padding on the right, so no attention mask is needed.
     """
@@ -176,5 +185,11 @@ def collate(episodes: list[Episode], advantages_PG: torch.Tensor, pad_id: int) -
         advantages_PG.flatten(),
         lengths_B,
         tuple(e.name for e in episodes),
-        *kept,
+        *(kept or (None, None)),
+        trained_B,
     )
+
+
+def searches_of(episodes: list[Episode], like_PG: torch.Tensor) -> torch.Tensor:
+    """Numbers of searches of episodes, in the shape (P, G) of `like_PG`."""
+    return torch.tensor([episode.num_searches for episode in episodes]).view_as(like_PG)

@@ -1,12 +1,15 @@
-"""Surrogates, KL, LLDS and its gates as pure tensor functions: (B, T) terms to be minimised, unreduced.
+"""Surrogates, KL, penalties, LLDS and its gates as pure tensor functions, (B, T) terms, and their means.
 
-The caller reduces them: sequence mean (paper, Eq. 1) or token mean (official code), over the tokens of the
-whole optimizer step. "Paper" is arXiv 2512.04220v2, "official code"
+Names: r = pi / pi_old of a token, A the advantage of its response, sg stops a gradient. Each method is one
+function with its formula and source, and one entry of a literal table, from which an option chooses it.
+Weights of the policy terms are in lld/weights.py, advantages in lld/advantages.py. docs/stabilisers.md lists
+all methods. "Paper" is arXiv 2512.04220v2, "official code"
 vengdeng/LLDS-On-Group-Relative-Policy-Optimization-Collapse-in-Search-R1.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,98 +22,191 @@ if TYPE_CHECKING:
 MAX_LOG_RATIO = 20.0
 
 
-def surrogate_terms(
-    logprobs_BT: torch.Tensor,
-    old_logprobs_BT: torch.Tensor,
-    advantages_B: torch.Tensor,
-    mask_BT: torch.Tensor,
-    *,
-    kind: str = "grpo",
-    clip_low: float,
-    clip_high: float,
-) -> torch.Tensor:
-    """(B, T) policy-gradient terms -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), 0 outside the mask.
+@dataclass(frozen=True)
+class Tokens:
+    """What the rules read of a micro-batch. Outside `mask_BT` log pi may be anything, NaN included.
 
-    "grpo" (paper, Eq. 1): r = exp(log pi - log pi_old) of each token. "gspo" (arXiv 2507.18071 in its token
-    form, as the official code has it): r = exp(log pi - sg(log pi) + sg(mean log-ratio of the row)), whose
-    value is the same for the whole row and whose gradient is each token's own. `mask_BT` is true (or
-    non-zero) on tokens the model wrote; log-probabilities elsewhere may be anything, NaN included. Log-ratios
-    are clamped to ±20.
+    `mask_BT` is true on the tokens to train: those that the model wrote, in rows that are not dropped.
+    `chosen` holds what rules of a whole optimizer step found, (B, T) each (`selection.CHOOSERS`).
     """
-    assert (
-        advantages_B.shape == logprobs_BT.shape[:1]
-        and mask_BT.shape == logprobs_BT.shape == old_logprobs_BT.shape
+
+    logprobs_BT: torch.Tensor  # log pi; the gradient flows through it
+    log_ratio_BT: torch.Tensor  # log pi - log pi_old, likewise; 0 outside the mask
+    advantages_B1: torch.Tensor
+    mask_BT: torch.Tensor
+    chosen: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, logprobs_BT, old_logprobs_BT, advantages_B, mask_BT, chosen=None) -> Tokens:
+        assert (
+            advantages_B.shape == logprobs_BT.shape[:1]
+            and mask_BT.shape == logprobs_BT.shape == old_logprobs_BT.shape
+        )
+        mask_BT = mask_BT.bool()
+        # Masked before exp: the gradient of a masked inf is 0 * inf = NaN.
+        log_ratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT.detach(), 0.0)
+        return cls(logprobs_BT, log_ratio_BT, advantages_B[:, None], mask_BT, chosen or {})
+
+    def row_mean(self, values_BT: torch.Tensor) -> torch.Tensor:
+        """(B, 1) means of values that are 0 outside the mask."""
+        return values_BT.sum(dim=1, keepdim=True) / self.mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def exp_of(log_ratio: torch.Tensor) -> torch.Tensor:
+    """exp of log-ratios, clamped to ±20."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+# ---- surrogates: what of a token's policy gradient is kept
+
+
+def clip_terms(log_ratio_BT: torch.Tensor, t: Tokens, options: Loss) -> torch.Tensor:
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), PPO's clip (arXiv 1707.06347)."""
+    ratio_BT = exp_of(log_ratio_BT)
+    clipped_BT = ratio_BT.clamp(1 - options.clip_low, 1 + options.clip_high)
+    return -torch.minimum(ratio_BT * t.advantages_B1, clipped_BT * t.advantages_B1)
+
+
+def grpo(t: Tokens, options: Loss) -> torch.Tensor:
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), each token's own r (arXiv 2402.03300; paper, Eq. 1).
+
+    DAPO's clip-higher (arXiv 2503.14476) is clip_low .2, clip_high .28.
+    """
+    return clip_terms(t.log_ratio_BT, t, options)
+
+
+def unclipped(t: Tokens, options: Loss) -> torch.Tensor:
+    """-r A: the policy gradient with importance ratios alone, as KL-Cov has it (arXiv 2505.22617)."""
+    return -exp_of(t.log_ratio_BT) * t.advantages_B1
+
+
+def dual_clip(t: Tokens, options: Loss) -> torch.Tensor:
+    """`grpo`, and for A < 0 at most -c A (c = clip_dual, 3): dual-clip PPO (arXiv 1912.09729).
+
+    A wrong token whose ratio exceeds c has no gradient. TRL's two-sided clip, delta = c, is the same.
+    """
+    terms_BT = grpo(t, options)
+    most_B1 = -options.clip_dual * t.advantages_B1
+    return torch.where(t.advantages_B1 < 0, torch.minimum(terms_BT, most_B1), terms_BT)
+
+
+def with_own_gradient(log_ratio_BT: torch.Tensor, t: Tokens) -> torch.Tensor:
+    """The row's mean log-ratio as value, each token's own log-ratio as gradient.
+
+    exp of it has the value of the response's ratio, the geometric mean of its tokens' ones. The mean of such
+    terms over the row has the gradient of that ratio.
+    """
+    mean_B1 = t.row_mean(log_ratio_BT.detach())
+    return torch.where(t.mask_BT, log_ratio_BT - log_ratio_BT.detach(), 0.0) + mean_B1
+
+
+def gspo(t: Tokens, options: Loss) -> torch.Tensor:
+    """`grpo` with s = exp(mean over the row of log r) for r (arXiv 2507.18071), in its token form.
+
+    As the official code has it: each token's term has the value of the row's and the token's own gradient.
+    The authors clip to [1 - 3e-4, 1 + 4e-4].
+    """
+    return clip_terms(with_own_gradient(t.log_ratio_BT, t), t, options)
+
+
+def gmpo(t: Tokens, options: Loss) -> torch.Tensor:
+    """-A exp(mean over the row of c), c = min(log r, clip_high) if A > 0, max(log r, -clip_low) if A < 0.
+
+    GMPO (arXiv 2507.20673), in the token form of `gspo`; the bounds are on log r, the authors' are .4.
+    """
+    clipped_BT = torch.where(
+        t.advantages_B1 > 0,
+        t.log_ratio_BT.clamp(max=options.clip_high),
+        t.log_ratio_BT.clamp(min=-options.clip_low),
     )
-    mask_BT = mask_BT.bool()
-    # Masked before exp: the gradient of a masked inf is 0 * inf = NaN.
-    log_ratio_BT = torch.where(mask_BT, logprobs_BT - old_logprobs_BT.detach(), 0.0)
-    if kind == "gspo":
-        num_tokens_B1 = mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
-        mean_B1 = log_ratio_BT.detach().sum(dim=1, keepdim=True) / num_tokens_B1
-        log_ratio_BT = torch.where(mask_BT, logprobs_BT - logprobs_BT.detach(), 0.0) + mean_B1
-    elif kind != "grpo":
-        raise ValueError(f"surrogate kind {kind!r}: must be 'grpo' or 'gspo'")
-    ratio_BT = log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    advantages_B1 = advantages_B[:, None]
-    clipped_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high)
-    terms_BT = -torch.minimum(ratio_BT * advantages_B1, clipped_BT * advantages_B1)
-    return torch.where(mask_BT, terms_BT, 0.0)
+    return -exp_of(with_own_gradient(clipped_BT, t)) * t.advantages_B1
 
 
-def tis(log_ratio_BT: torch.Tensor, options: Loss) -> torch.Tensor:
-    """clip(w, floor, cap), w = pi_old / mu: truncated importance sampling (TIS).
+def cispo(t: Tokens, options: Loss) -> torch.Tensor:
+    """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi (arXiv 2506.13585): no token loses its gradient.
 
-    IMPALA's truncation (arXiv 1802.01561) for the gap between a trainer and its sampler, as in TRL's mode
-    token_truncate; floor 0, cap 2.
+    The authors set no lower bound (clip_low 1); ScaleRL (arXiv 2510.13786) has an upper bound of 5
+    (clip_high 4).
     """
-    return log_ratio_BT.exp().clamp(options.correction_floor, options.correction_cap)
+    ratio_BT = exp_of(t.log_ratio_BT.detach()).clamp(1 - options.clip_low, 1 + options.clip_high)
+    return -ratio_BT * t.advantages_B1 * t.logprobs_BT
 
 
-def mis(log_ratio_BT: torch.Tensor, options: Loss) -> torch.Tensor:
-    """w where floor <= w <= cap, else 0: masked importance sampling (MIS), TRL's mode token_mask.
+def sapo(t: Tokens, options: Loss) -> torch.Tensor:
+    """-(4 / tau) sigmoid(tau (r - 1)) A: a gate in place of the clip (arXiv 2511.20347).
 
-    IcePop (of the Ling team) is this one with floor .5 and cap 5.
+    tau = sapo_tau_positive (1.0) where A > 0, else sapo_tau_negative (1.05); at r = 1 the slope is that of r.
     """
-    ratio_BT = log_ratio_BT.exp()
-    inside_BT = (ratio_BT >= options.correction_floor) & (ratio_BT <= options.correction_cap)
-    return torch.where(inside_BT, ratio_BT, 0.0)
+    taus_B1 = torch.full_like(t.advantages_B1, options.sapo_tau_positive)
+    tau_B1 = torch.where(t.advantages_B1 > 0, taus_B1, options.sapo_tau_negative)
+    gate_BT = (tau_B1 * (exp_of(t.log_ratio_BT) - 1)).sigmoid() * 4 / tau_B1
+    return -gate_BT * t.advantages_B1
 
 
-def tis_sequence(log_ratio_BT: torch.Tensor, options: Loss) -> torch.Tensor:
-    """`tis` of the ratio of the whole response, prod_t w_t: TRL's mode sequence_truncate."""
-    return tis(clamped(log_ratio_BT.sum(1, keepdim=True)), options)
-
-
-def mis_sequence(log_ratio_BT: torch.Tensor, options: Loss) -> torch.Tensor:
-    """`mis` of the ratio of the whole response, prod_t w_t: TRL's mode sequence_mask."""
-    return mis(clamped(log_ratio_BT.sum(1, keepdim=True)), options)
-
-
-# The values of loss.correction besides "none": log pi_old - log mu of every token, 0 where the model did not
-# write -> weights of the policy terms, (B, T) or (B, 1). pi_old is the trainer's, mu the sampler's.
-CORRECTIONS = {
-    "tis": tis,
-    "mis": mis,
-    "tis_sequence": tis_sequence,
-    "mis_sequence": mis_sequence,
+# The values of loss.kind: tokens and options -> (B, T) terms; outside the mask anything.
+SURROGATES = {
+    "grpo": grpo,
+    "gspo": gspo,
+    "dual_clip": dual_clip,
+    "gmpo": gmpo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "unclipped": unclipped,
 }
 
 
-def correction_weights(
-    old_logprobs_BT: torch.Tensor, sampled_logprobs_BT: torch.Tensor, mask_BT: torch.Tensor, options: Loss
-) -> torch.Tensor:
-    """(B, T) weights that correct the policy terms for a sampler other than the trainer; 1 outside the mask.
-
-    Without a gradient. `sampled_logprobs_BT` are under the distribution that was sampled from, after top-p.
-    """
-    log_ratio_BT = torch.where(mask_BT.bool(), old_logprobs_BT - sampled_logprobs_BT, 0.0).detach()
-    weights_BT = CORRECTIONS[options.correction](clamped(log_ratio_BT), options)
-    return torch.where(mask_BT.bool(), weights_BT, 1.0)
+def surrogate_terms(t: Tokens, options: Loss) -> torch.Tensor:
+    """(B, T) policy-gradient terms by the rule `options.kind`, to be minimised, 0 outside the mask."""
+    if options.kind not in SURROGATES:
+        raise ValueError(f"loss.kind = {options.kind!r}: must be one of {', '.join(map(repr, SURROGATES))}")
+    return torch.where(t.mask_BT, SURROGATES[options.kind](t, options), 0.0)
 
 
-def clamped(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Log-ratios within ±20, where exp stays finite in float32."""
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+# ---- aggregation: a row's share of the loss of an optimizer step
+
+
+def sequence_mean(sums_B, lengths_B, counts: dict[str, int], options: Loss) -> torch.Tensor:
+    """Mean over the rows of the mean over a row's tokens (paper, Eq. 1; GRPO, GSPO)."""
+    return sums_B / lengths_B.clamp(min=1) / max(1, counts["rows"])
+
+
+def token_mean(sums_B, lengths_B, counts: dict[str, int], options: Loss) -> torch.Tensor:
+    """Mean over all tokens of the step (official code; DAPO, arXiv 2503.14476)."""
+    return sums_B / max(1, counts["tokens"])
+
+
+def constant(sums_B, lengths_B, counts: dict[str, int], options: Loss) -> torch.Tensor:
+    """Sum over a row's tokens / constant_tokens, mean over the rows (Dr. GRPO, arXiv 2503.20783)."""
+    return sums_B / (max(1, counts["rows"]) * options.constant_tokens)
+
+
+# The values of loss.aggregation: sums of a row's terms (B,), numbers of its tokens (B,), numbers of rows and
+# tokens of the whole optimizer step, and options -> (B,) shares of the loss.
+AGGREGATIONS = {
+    "sequence_mean": sequence_mean,
+    "token_mean": token_mean,
+    "constant": constant,
+}
+
+
+# ---- KL and penalties: terms beside the policy gradient
+
+
+def k3(t: Tokens, ref_logprobs_BT: torch.Tensor) -> torch.Tensor:
+    """exp(d) - d - 1, d = log pi_ref - log pi: `kl_terms`."""
+    return kl_terms(t.logprobs_BT, ref_logprobs_BT)
+
+
+def unbiased(t: Tokens, ref_logprobs_BT: torch.Tensor) -> torch.Tensor:
+    """r k3: its gradient is that of KL(pi || pi_ref) under samples of pi_old (arXiv 2512.02556)."""
+    return exp_of(t.log_ratio_BT) * kl_terms(t.logprobs_BT, ref_logprobs_BT)
+
+
+# The values of loss.kl_estimator: tokens and log pi_ref (B, T) -> (B, T) terms; outside the mask anything.
+KL_ESTIMATORS = {
+    "k3": k3,
+    "unbiased": unbiased,
+}
 
 
 def kl_terms(logprobs_BT: torch.Tensor, ref_logprobs_BT: torch.Tensor) -> torch.Tensor:
@@ -123,6 +219,30 @@ def kl_terms(logprobs_BT: torch.Tensor, ref_logprobs_BT: torch.Tensor) -> torch.
     # overflowing: 0 * inf = NaN.
     log_ratio_BT = (ref_logprobs_BT.detach() - logprobs_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return (log_ratio_BT.exp() - log_ratio_BT - 1).clamp(-10.0, 10.0)
+
+
+def nll(t: Tokens, weight: float) -> torch.Tensor:
+    """-weight log pi where A > 0: imitates right answers (VAPO, arXiv 2504.05118; weight .1 there)."""
+    return torch.where(t.advantages_B1 > 0, -weight * t.logprobs_BT, 0.0)
+
+
+def kl_cov(t: Tokens, share: float) -> torch.Tensor:
+    """|log r| on the `share` of tokens with the largest covariance (`selection.largest_cov`): KL-Cov.
+
+    arXiv 2505.22617: coefficient 1, share .0002 to .002, and kind "unclipped" beside it.
+    """
+    return t.log_ratio_BT.abs() * t.chosen["kl_cov"]
+
+
+# The keys of loss.penalties: tokens and the rule's number -> (B, T) terms to add, logged as loss/<name>;
+# outside the mask anything.
+PENALTIES = {
+    "nll": nll,
+    "kl_cov": kl_cov,
+}
+
+
+# ---- LLDS
 
 
 def token_gate(delta_BT: torch.Tensor, action_ids_BT: torch.Tensor) -> torch.Tensor:

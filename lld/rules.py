@@ -21,6 +21,9 @@ POSITIVE = (
     "rollout.max_new_tokens",
     "rollout.max_observation_tokens",
     "rollout.num_slots",
+    "loss.constant_tokens",
+    "loss.sapo_tau_positive",
+    "loss.sapo_tau_negative",
     "optim.updates_per_rollout",
     "optim.micro_batch_size",
     "optim.lr",
@@ -59,6 +62,7 @@ NOT_NEGATIVE = (
     "model.lora_rank",
     "rollout.temperature",
     "rollout.top_k",
+    "rollout.extra_draws",
     "loss.clip_low",
     "loss.clip_high",
     "loss.kl_weight",
@@ -79,6 +83,7 @@ NOT_NEGATIVE = (
     "monitor.trajectories_every",
     "monitor.crash_box",
 )
+SHARES = ("high_entropy", "clip_cov", "kl_cov")  # rules of the loss whose number is a share of the tokens
 MAX_SEED = 2**32 - 1  # the largest seed of numpy's generator
 AT_MOST = {"run.seed": MAX_SEED, "tinyworld.seed": MAX_SEED, "run.watchdog_s": 1e7}
 
@@ -109,6 +114,8 @@ def validate(cfg: Config) -> None:
     check_budgets(cfg)
     check_batches(cfg)
     check_loss(cfg)
+    check_surrogate(cfg)
+    check_weights(cfg)
     check_correction(cfg)
     check_answer_weight(cfg)
     check_optimizer(cfg)
@@ -237,10 +244,7 @@ def check_batches(cfg: Config) -> None:
 
 def check_loss(cfg: Config) -> None:
     loss = cfg.loss
-    if loss.clip_low >= 1:
-        raise ValueError(
-            f"loss.clip_low = {loss.clip_low}: must be below 1, or the ratio is never clipped from below"
-        )
+    refuse_unread(cfg, ["loss.kl_estimator"], loss.kl_weight == 0, "loss.kl_weight = 0")
     if loss.lld_weight > 0 and cfg.optim.updates_per_rollout == 1 and loss.lld_lag_steps == 0:
         raise ValueError(
             "loss.lld_weight > 0 with optim.updates_per_rollout = 1 and loss.lld_lag_steps = 0 cannot act: "
@@ -250,6 +254,60 @@ def check_loss(cfg: Config) -> None:
     names = [field.name for field in dataclasses.fields(Loss)]
     of_lld = [f"loss.{name}" for name in names if name.startswith("lld_") and name != "lld_weight"]
     refuse_unread(cfg, of_lld, loss.lld_weight == 0, "loss.lld_weight = 0")
+
+
+def check_surrogate(cfg: Config) -> None:
+    """Options that only some rules for ratio, clip and mean, and some advantages, read."""
+    loss, advantage = cfg.loss, cfg.advantage
+    kind, taus = f"loss.kind = {loss.kind!r}", ["loss.sapo_tau_positive", "loss.sapo_tau_negative"]
+    bounds = ["loss.clip_low", "loss.clip_high"]
+    refuse_unread(cfg, bounds, loss.kind in ("sapo", "unclipped"), kind)
+    refuse_unread(cfg, ["loss.clip_dual"], loss.kind != "dual_clip", kind)
+    refuse_unread(cfg, taus, loss.kind != "sapo", kind)
+    mean = f"loss.aggregation = {loss.aggregation!r}"
+    refuse_unread(cfg, ["loss.constant_tokens"], loss.aggregation != "constant", mean)
+    if loss.clip_low >= 1 and loss.kind not in ("cispo", "gmpo"):
+        raise ValueError(
+            f"loss.clip_low = {loss.clip_low}: must be below 1, or the ratio is never clipped from below"
+        )
+    if loss.kind == "dual_clip" and loss.clip_dual <= 1 + loss.clip_high:
+        raise ValueError(f"loss.clip_dual = {loss.clip_dual}: must exceed 1 + loss.clip_high")
+    if loss.kind in ("gspo", "gmpo") and loss.aggregation == "constant":
+        raise ValueError(
+            f"{kind} with loss.aggregation = 'constant': its ratio is a mean over the response, whose length "
+            "a sum of tokens would bring back; use 'sequence_mean'"
+        )
+    estimator = f"advantage.kind = {advantage.kind!r}"
+    if advantage.kind == "signed" and cfg.rollout.extra_draws:
+        raise ValueError(
+            f"rollout.extra_draws = {cfg.rollout.extra_draws} with advantage.kind = 'signed': there groups "
+            "of equal rewards teach as well; drop one of the two"
+        )
+    refuse_unread(cfg, ["advantage.normalize_std"], advantage.kind != "grpo", estimator)
+    refuse_unread(cfg, ["advantage.stratum_weight"], advantage.kind != "stratified", estimator)
+    if not 0 <= advantage.stratum_weight <= 1:
+        raise ValueError(f"advantage.stratum_weight = {advantage.stratum_weight}: must be in [0, 1]")
+
+
+def check_weights(cfg: Config) -> None:
+    """Numbers of loss.weights and loss.penalties, and what leaves nothing to train on."""
+    loss = cfg.loss
+    for option in ("weights", "penalties"):
+        for name, number in getattr(loss, option).items():
+            if number < 0:
+                raise ValueError(f"loss.{option}.{name} = {number}: must not be negative")
+            if name in SHARES and not 0 < number < 1:
+                raise ValueError(f"loss.{option}.{name} = {number}: a share of the tokens, must be in (0, 1)")
+    if loss.weights.get("positives") == 0 and loss.weights.get("negatives") == 0:
+        raise ValueError(
+            "loss.weights positives = 0 with negatives = 0 leave no policy term: drop one of the two"
+        )
+    moves = cfg.optim.updates_per_rollout > 1 or loss.old_logprobs == "sampler"
+    if "off_policy" in loss.weights and not moves:
+        raise ValueError(
+            "loss.weights off_policy with optim.updates_per_rollout = 1 cannot act: at the only update the "
+            "policy still is the old policy; use more updates per rollout or loss.old_logprobs sampler"
+        )
 
 
 def check_correction(cfg: Config) -> None:

@@ -13,7 +13,7 @@ from typing import Literal
 
 import yaml
 
-from lld.config import Config
+from lld.config import PRESETS, Config
 from lld.rules import nearest, validate
 
 # Options that a resumed run may change.
@@ -144,14 +144,30 @@ def _convert(value, kind, where: str):
     raise ValueError(f"{where} = {value!r}: must be {name}, not {type(value).__name__}")
 
 
+def _preset(name) -> dict:
+    """The options of a preset; none where there is none of that name, which its type refuses later."""
+    path = PRESETS / f"{name}.yaml"
+    return read_yaml(path) if path in PRESETS.glob("*.yaml") else {}
+
+
+def _over(tree: dict, upper: dict) -> dict:
+    """`tree` with the options of `upper` in place of its own; neither is changed."""
+    merged = copy.deepcopy(tree)
+    for section, options in upper.items():
+        merged[section] = (merged.get(section) or {}) | copy.deepcopy(options)
+    return merged
+
+
 def from_dict(tree: dict) -> Config:
-    """A checked `Config` from nested dicts.
+    """A checked `Config` from nested dicts; `loss.preset` gives options that `tree` does not.
 
     Unknown names, wrong types and what rules.py refuses raise ValueError, with the nearest name or a remedy.
     """
     sections = {f.name: f.type for f in dataclasses.fields(Config)}
-    built = {}
-    for section, values in (tree or {}).items():
+    built, tree = {}, tree or {}
+    if isinstance(tree.get("loss"), dict) and all(isinstance(values, dict) for values in tree.values()):
+        tree = _over(_preset(tree["loss"].get("preset")), tree)
+    for section, values in tree.items():
         if section not in sections:
             raise ValueError(f"unknown section {section!r}: {nearest(section, sections)}")
         if not isinstance(values, dict):
@@ -262,6 +278,8 @@ def with_overrides(tree: dict, overrides: list[str]) -> Config:
                     else "write section.option=value, such as loss.lld_weight=0.1"
                 )
             )
+        if name == "loss.preset":
+            tree = _over(tree, _preset(value))
         if tree.get(section) is None:
             tree[section] = {}
         target = tree[section]

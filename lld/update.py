@@ -16,7 +16,7 @@ import torch
 from accelerate.utils import gather_object
 from torch.distributed.fsdp import FSDPModule
 
-from lld import loss
+from lld import loss, weights
 from lld.episode import ANSWER, Batch
 
 if TYPE_CHECKING:
@@ -115,14 +115,19 @@ def score(policy, micro: Batch, cfg: Config, entropy_gradient: bool = False):
     return policy(micro.token_ids_BT, written_BT, trained_temperature(cfg), entropy_gradient, kept)
 
 
-@torch.no_grad()
 def score_rows(accelerator, policy, batch: Batch, plan: list[list[list[int]]], cfg: Config) -> torch.Tensor:
     """Log-probabilities (B, T), on the CPU, of the model's tokens in this process's rows of `plan`, else 0.
 
     Rows are scored in the same micro-batches as in their update, so that an unchanged policy gives
     bit-identical numbers there.
     """
-    logprobs_BT = torch.zeros(batch.token_ids_BT.shape)
+    return score_both(accelerator, policy, batch, plan, cfg)[0]
+
+
+@torch.no_grad()
+def score_both(accelerator, policy, batch: Batch, plan, cfg: Config) -> tuple[torch.Tensor, torch.Tensor]:
+    """`score_rows`, and the entropies likewise."""
+    logprobs_BT, entropies_BT = torch.zeros(batch.token_ids_BT.shape), torch.zeros(batch.token_ids_BT.shape)
     policy.eval()
 
     def runs_of(process: int) -> list[list[int]]:
@@ -134,9 +139,10 @@ def score_rows(accelerator, policy, batch: Batch, plan: list[list[list[int]]], c
         rows = own[number] if number < len(own) else []
         micro = take_rows(batch, rows, accelerator.device)
         with accelerator.autocast():
-            scores_BT, _ = score(policy, micro, cfg)
-        logprobs_BT[rows, : scores_BT.shape[1]] = scores_BT[: len(rows)].cpu()
-    return logprobs_BT
+            scores = score(policy, micro, cfg)
+        for table_BT, scores_BT in zip((logprobs_BT, entropies_BT), scores, strict=True):
+            table_BT[rows, : scores_BT.shape[1]] = scores_BT[: len(rows)].cpu()
+    return logprobs_BT, entropies_BT
 
 
 def score_batch(accelerator, policy, batch: Batch, cfg: Config, num_updates: int = 1) -> torch.Tensor:
@@ -146,11 +152,22 @@ def score_batch(accelerator, policy, batch: Batch, cfg: Config, num_updates: int
     return accelerator.reduce(own_BT.to(accelerator.device), "sum").cpu()
 
 
+def trained_ids(batch: Batch) -> torch.Tensor:
+    """(B, T) `action_ids_BT`, 0 also in rows that a filter dropped from the loss."""
+    if batch.trained_B is None:
+        return batch.action_ids_BT
+    return batch.action_ids_BT * batch.trained_B[:, None]
+
+
 def minibatch_counts(batch: Batch, rows: list[int], preserve: str) -> dict[str, int]:
-    """Denominators of one optimizer step: its rows, the model's tokens, and those in preserved rows."""
-    tokens_B = (batch.action_ids_BT[rows] > 0).sum(1)
+    """Denominators of one optimizer step: its rows, the model's tokens, and those in preserved rows.
+
+    Dropped rows do not count.
+    """
+    tokens_B = (trained_ids(batch)[rows] > 0).sum(1)
     preserved_B = loss.preserved_rows(batch.advantages_B[rows], preserve)
-    return {"rows": len(rows), "tokens": int(tokens_B.sum()), "preserved": int(tokens_B[preserved_B].sum())}
+    num_rows = len(rows) if batch.trained_B is None else int(batch.trained_B[rows].sum())
+    return {"rows": num_rows, "tokens": int(tokens_B.sum()), "preserved": int(tokens_B[preserved_B].sum())}
 
 
 def loss_of(
@@ -163,44 +180,51 @@ def loss_of(
     processes of a step are the loss of the step: Eq. 1 (or its token mean) + kl_weight * k3 - entropy_weight
     * H + lambda * LLDS (Eq. 6). Terms of weight 0 are not computed, and their tables may be None.
     """
-    mask_BT = micro.action_ids_BT > 0
-    terms_BT = loss.surrogate_terms(
-        logprobs_BT,
-        divisor_BT,
-        micro.advantages_B,
-        mask_BT,
-        kind=options.kind,
-        clip_low=options.clip_low,
-        clip_high=options.clip_high,
-    )
-    terms = {}
-    if options.correction != "none":
-        terms["correction"] = loss.correction_weights(divisor_BT, micro.sampled_logprobs_BT, mask_BT, options)
-        terms_BT = terms["correction"] * terms_BT
-    terms["policy"] = terms_BT
+    action_ids_BT = trained_ids(micro)
+    mask_BT = action_ids_BT > 0
+    tokens = loss.Tokens.of(logprobs_BT, divisor_BT, micro.advantages_B, mask_BT, micro.chosen)
+    terms_BT, terms = policy_terms(micro, tokens, divisor_BT, options)
     if options.kl_weight > 0:
-        terms["kl"] = loss.kl_terms(logprobs_BT, reference_BT) * mask_BT
+        terms["kl"] = loss.KL_ESTIMATORS[options.kl_estimator](tokens, reference_BT) * mask_BT
         terms_BT = terms_BT + options.kl_weight * terms["kl"]
+    for name, number in options.penalties.items():
+        terms[name] = torch.where(mask_BT, loss.PENALTIES[name](tokens, number), 0.0)
+        terms_BT = terms_BT + terms[name]
     if options.entropy_weight > 0:
-        terms_BT = terms_BT - options.entropy_weight * entropy_BT
-    if options.aggregation == "sequence_mean":
-        row_losses_B = terms_BT.sum(1) / mask_BT.sum(1).clamp(min=1) / counts["rows"]
-    else:
-        row_losses_B = terms_BT.sum(1) / counts["tokens"]
+        terms_BT = terms_BT - options.entropy_weight * entropy_BT * mask_BT
+    aggregate = loss.AGGREGATIONS[options.aggregation]
+    row_losses_B = aggregate(terms_BT.sum(1), mask_BT.sum(1), counts, options)
     if options.lld_weight > 0:
-        terms["lld"] = weighted_lld_terms(micro, logprobs_BT, anchor_BT, beta, options)
+        terms["lld"] = weighted_lld_terms(micro, action_ids_BT, logprobs_BT, anchor_BT, beta, options)
         denominator = counts["preserved"] if options.lld_normalizer == "preserved" else counts["tokens"]
         row_losses_B = row_losses_B + options.lld_weight * terms["lld"].sum(1) / max(1, denominator)
     return row_losses_B, terms
 
 
-def weighted_lld_terms(micro: Batch, logprobs_BT, anchor_BT, beta: float, options: Loss) -> torch.Tensor:
+def policy_terms(micro: Batch, tokens: loss.Tokens, divisor_BT, options: Loss) -> tuple[torch.Tensor, dict]:
+    """(B, T) surrogate terms times their weights, and them and the weights under their names in the log."""
+    terms_BT, terms = loss.surrogate_terms(tokens, options), {}
+    if options.correction != "none":
+        sampled_BT = micro.sampled_logprobs_BT
+        terms["correction"] = weights.correction_weights(divisor_BT, sampled_BT, tokens.mask_BT, options)
+        terms_BT = terms["correction"] * terms_BT
+    if options.weights:
+        terms["weight"] = torch.ones_like(terms_BT)
+        for name, number in options.weights.items():
+            terms["weight"] = terms["weight"] * weights.WEIGHTS[name](tokens, number)
+        terms_BT = terms["weight"] * terms_BT
+    return terms_BT, terms | {"policy": terms_BT}
+
+
+def weighted_lld_terms(
+    micro: Batch, action_ids_BT, logprobs_BT, anchor_BT, beta: float, options: Loss
+) -> torch.Tensor:
     """(B, T) LLDS terms; those of answer tokens are multiplied by beta."""
     terms_BT = loss.lld_terms(
         logprobs_BT,
         anchor_BT,
         micro.advantages_B,
-        micro.action_ids_BT,
+        action_ids_BT,
         gate=options.lld_gate,
         preserve=options.lld_preserve,
         tolerance=options.lld_tolerance,

@@ -10,6 +10,7 @@ from lld.policy import Policy
 from lld.protocol import Passage
 from lld.record.metrics import summarize_updates
 from lld.record.monitor import describe
+from lld.selection import choose_tokens, trained_rows
 from lld.update import score_batch, update_policy
 
 OPTIONS = {
@@ -105,7 +106,8 @@ def two_steps(options: dict, micro_batch_size: int | None, advantages_PG=None):
     if advantages_PG is None:
         advantages_PG = torch.tensor([[1.0, -0.5, -0.5], [0.0, 0.0, 0.0], [1.1, 0.1, -1.2], [-1.0, 0.5, 0.5]])
     episodes = make_episodes(advantages_PG.numel(), len(tokenizer))
-    batch = collate(episodes, advantages_PG, tokenizer.pad_token_id)
+    batch = collate(episodes, advantages_PG, tokenizer.pad_token_id, trained_rows(episodes, cfg.loss))
+    batch = choose_tokens(accelerator, policy, batch, cfg)
     optimizer = Recorder(policy.parameters(), lr=0.05)
     update_rows, scores = update_policy(accelerator, policy, reference, optimizer, batch, cfg, beta=0.3)
     scores.final_BT = score_batch(accelerator, policy, batch, cfg)

@@ -14,6 +14,7 @@ from conftest import make_lm, make_tokenizer
 from gradients import make_episodes
 
 from lld import settings as settings_module
+from lld.config import Loss
 from lld.episode import Turn, collate
 from lld.influence import closed_form
 from lld.influence.closed_form import (
@@ -76,7 +77,7 @@ def test_closed_form_is_the_jacobian_vector_product_of_the_real_loss(aggregation
     policy, group, cfg = exact_policy(), make_group(), options(aggregation, temperature, kind=kind)
     tokens, head = read_tokens(policy, group.batch), policy.lm.get_output_embeddings()
     pairs_MN = pair_influence(
-        tokens, head, loss_shares(group.batch, aggregation), group.right, temperature, chunk=7
+        tokens, head, loss_shares(group.batch, cfg.loss), group.right, temperature, chunk=7
     )
     part, counts = (
         group.batch.rows([0, 1, 2, 3]),
@@ -121,7 +122,7 @@ def test_closed_form_and_matrix_agree_with_a_naive_double_loop():
     pairs_MN = pair_influence(
         tokens,
         policy.lm.lm_head,
-        loss_shares(group.batch, "sequence_mean"),
+        loss_shares(group.batch, Loss()),
         group.right,
         temperature,
         chunk=5,
@@ -183,7 +184,7 @@ def test_closed_form_is_the_true_change_after_a_step_on_the_head_alone(aggregati
     policy, group, cfg = exact_policy(), make_group(), options(aggregation, 0.9)
     tokens, right = read_tokens(policy, group.batch), group.right
     pairs_MN = pair_influence(
-        tokens, policy.lm.get_output_embeddings(), loss_shares(group.batch, aggregation), right, 0.9
+        tokens, policy.lm.get_output_embeddings(), loss_shares(group.batch, cfg.loss), right, 0.9
     )
     found_GR = influence_matrix(pairs_MN, tokens, right, 4)["total"]
     score, parameters = head_alone(policy, tokens, 0.9)
@@ -203,9 +204,7 @@ def test_tokens_are_those_the_policy_scores():
     says."""
     policy, group, cfg = exact_policy(seed=3), make_group(), options()
     tokens = read_tokens(policy, group.batch)
-    pairs_MN = pair_influence(
-        tokens, policy.lm.lm_head, loss_shares(group.batch, "sequence_mean"), [0, 1, 2, 3]
-    )
+    pairs_MN = pair_influence(tokens, policy.lm.lm_head, loss_shares(group.batch, Loss()), [0, 1, 2, 3])
     score, parameters = whole_model(policy, group.batch, 1.0)
     changes_GN = true_change(score, [policy.lm.lm_head.weight], group.batch, cfg, 1e-5)
     wanted_GN = torch.stack([pairs_MN[:, tokens.row_N == member].sum(1) for member in range(4)])
@@ -220,7 +219,7 @@ def test_true_change_of_the_whole_model_is_minus_the_product_of_gradients():
     tokens = read_tokens(policy, group.batch)
     changes_GN = true_change(score, parameters, group.batch, cfg, 1e-5)
     assert all(torch.equal(value, kept[name]) for name, value in policy.state_dict().items())
-    shares_N = loss_shares(group.batch, "sequence_mean").double()[tokens.row_N]
+    shares_N = loss_shares(group.batch, Loss()).double()[tokens.row_N]
     for member in range(4):
         update = torch.autograd.grad((score() * shares_N)[tokens.row_N == member].sum(), parameters)
         for response in group.right:
@@ -234,9 +233,7 @@ def test_true_change_of_the_whole_model_is_minus_the_product_of_gradients():
 def test_strongest_pairs_name_tokens_where_they_stand():
     policy, group, tokenizer = exact_policy(), make_group(), make_tokenizer()
     tokens = read_tokens(policy, group.batch)
-    pairs_MN = pair_influence(
-        tokens, policy.lm.lm_head, loss_shares(group.batch, "sequence_mean"), group.right
-    )
+    pairs_MN = pair_influence(tokens, policy.lm.lm_head, loss_shares(group.batch, Loss()), group.right)
     found = strongest_pairs(pairs_MN, group, tokens, tokenizer, member=3, response=2, count=5)
     total = float(influence_matrix(pairs_MN, tokens, group.right, 4)["total"][3, 1])
     assert sum(part["value"] for part in found["parts"]) == pytest.approx(total)

@@ -11,8 +11,8 @@ from conftest import ROOT
 FLOORS = (
     {"config", "tools", "protocol", "advantages", "files"},
     {"rules", "episode", "loss", "model"},
-    {"settings", "data", "reward", "policy", "engine"},
-    {"retrieval", "rollout", "update"},
+    {"settings", "data", "reward", "policy", "engine", "weights"},
+    {"retrieval", "rollout", "update", "selection"},
     {"record"},
     {"evaluate", "tinyworld"},
     {"running", "report"},
@@ -22,7 +22,7 @@ FLOORS = (
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 METHOD = {
     *("config", "rules", "settings", "files", "protocol", "episode", "rollout", "tools"),
-    *("reward", "advantages", "policy", "loss", "update", "evaluate"),
+    *("reward", "advantages", "policy", "loss", "weights", "update", "selection", "evaluate"),
 }
 REEXPORTS = ROOT / "lld" / "data" / "__init__.py"
 FILES = [*sorted((ROOT / "lld").rglob("*.py")), *sorted(ROOT.glob("*.py"))]

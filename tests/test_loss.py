@@ -6,12 +6,18 @@ import math
 import pytest
 import torch
 
+from lld import loss
 from lld.config import Loss
-from lld.loss import answer_beta, answer_weights, kl_terms, lld_gate, lld_terms, surrogate_terms
+from lld.loss import answer_beta, answer_weights, kl_terms, lld_gate, lld_terms
 
 GATES = ("token", "response", "action")
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 LAMBDA = 0.2
+
+
+def surrogate_terms(logprobs_BT, old_BT, advantages_B, mask_BT, **options):
+    tokens = loss.Tokens.of(logprobs_BT, old_BT, advantages_B, mask_BT)
+    return loss.surrogate_terms(tokens, Loss(**options))
 
 
 def ragged(seed, dtype=torch.float64):
@@ -696,7 +702,7 @@ def test_as_many_actions_as_tokens_and_narrow_integers_fit_the_gate():
 
 def test_unknown_words_are_refused():
     rows = (NEW_BT, OLD_BT, torch.ones(2))
-    with pytest.raises(ValueError, match="surrogate kind 'ppo': must be 'grpo' or 'gspo'"):
+    with pytest.raises(ValueError, match="loss.kind = 'ppo': must be one of 'grpo', 'gspo', "):
         surrogate_terms(*rows, IDS_BT > 0, kind="ppo", **CLIP)
     with pytest.raises(ValueError, match="LLDS gate 'turn': must be"):
         lld_terms(*rows, IDS_BT, gate="turn")

@@ -35,6 +35,8 @@ def with_loss(**changes):
         {"kind": "gspo", "lld_gate": "token", "lld_preserve": "positive"},
         {"correction": "tis", "correction_cap": 1.0},
         {"support": "kept"},
+        {"kind": "gmpo", "drop": ["void_turn"], "weights": {"off_policy": 0.0, "high_entropy": 0.3}},
+        {"kind": "unclipped", "aggregation": "constant", "penalties": {"kl_cov": 0.1, "nll": 0.1}},
     ],
 )
 def test_micro_batch_size_does_not_change_the_gradient(changes):

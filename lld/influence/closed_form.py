@@ -31,11 +31,12 @@ from torch.nn.functional import one_hot
 
 from lld import files, settings
 from lld.advantages import group_advantages
-from lld.config import Config
+from lld.config import Config, Loss
 from lld.data import load_questions, questions_of_step
-from lld.episode import Batch, Episode, Question, collate
+from lld.episode import Batch, Episode, Question, collate, searches_of
 from lld.evaluation.options import options_of
 from lld.influence.view import compare, draw, print_case, print_conclusion, print_summary, readable
+from lld.loss import AGGREGATIONS
 from lld.model.folder import check_folder
 from lld.model.lm_head import token_scores
 from lld.model.load import check_fit, load_lm, load_tokenizer
@@ -97,15 +98,14 @@ def read_tokens(policy: Policy, batch: Batch) -> Tokens:
     return Tokens(*policy.states(part.token_ids_BT, scored_BT), *scored_BT.nonzero(as_tuple=True))
 
 
-def loss_shares(batch: Batch, aggregation: str) -> torch.Tensor:
+def loss_shares(batch: Batch, options: Loss) -> torch.Tensor:
     """(B,) float64 c of the closed form: a row's advantage times the weight of its tokens in the loss.
 
     See `update.loss_of`.
     """
     counts = minibatch_counts(batch, list(range(len(batch.names))), "nonnegative")
-    if aggregation == "token_mean":
-        return batch.advantages_B.double() / counts["tokens"]
-    return batch.advantages_B.double() / (batch.action_ids_BT > 0).sum(1).clamp(min=1) / counts["rows"]
+    lengths_B = (batch.action_ids_BT > 0).sum(1)
+    return AGGREGATIONS[options.aggregation](batch.advantages_B.double(), lengths_B, counts, options)
 
 
 @torch.no_grad()
@@ -252,9 +252,8 @@ def true_change(
 
 def policy_term_alone(cfg: Config) -> Config:
     """The options of one update by the policy gradient alone, while the policy is still the old one."""
-    loss = dataclasses.replace(
-        cfg.loss, kl_weight=0.0, entropy_weight=0.0, lld_weight=0.0, old_logprobs="trainer", correction="none"
-    )
+    off = {"kl_weight": 0.0, "entropy_weight": 0.0, "lld_weight": 0.0, "weights": {}, "penalties": {}}
+    loss = dataclasses.replace(cfg.loss, old_logprobs="trainer", correction="none", drop=(), **off)
     return dataclasses.replace(cfg, loss=loss, optim=dataclasses.replace(cfg.optim, updates_per_rollout=1))
 
 
@@ -335,7 +334,8 @@ def play(lm, tokenizer, questions: list[Question], search: Search, cfg: Config) 
     rewards_PG = torch.tensor(score_episodes(episodes, tokenizer, cfg.reward)).view(
         len(questions), options.group_size
     )
-    advantages_PG = group_advantages(rewards_PG, cfg.advantage)
+    searches_PG = searches_of(episodes, rewards_PG)
+    advantages_PG = group_advantages(rewards_PG, cfg.advantage, searches_PG)
     groups = [
         (episodes[p * options.group_size : (p + 1) * options.group_size], advantages_PG[p])
         for p in range(len(questions))
@@ -357,7 +357,7 @@ def analyse(exact: Policy, group: Group, tokenizer, cfg: Config, measure: bool) 
     pairs_MN = pair_influence(
         tokens,
         exact.lm.get_output_embeddings(),
-        loss_shares(group.batch, cfg.loss.aggregation),
+        loss_shares(group.batch, cfg.loss),
         right,
         temperature,
     )

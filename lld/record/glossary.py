@@ -5,6 +5,10 @@ GLOSSARY = {
     "failed_groups": (
         "share of the step's groups dropped because a search of theirs failed or found nothing; 0"
     ),
+    "drawn_groups": (
+        "groups played for each that the step asked for (rollout.extra_draws); 1 means that every group "
+        "differed in reward, 1 + extra_draws that some kept ones do not"
+    ),
     "empty_groups": (
         "share of the step's groups dropped because a query of theirs found nothing "
         "(retriever.empty_results); 0"
@@ -25,6 +29,9 @@ GLOSSARY = {
         "mean weight of loss.correction per token; 1 where the trainer's log-probabilities are the "
         "sampler's, with top_p < 1 the kept mass"
     ),
+    "loss/weight": "mean product of the rules of loss.weights per token",
+    "loss/nll": "mean of the penalty nll per token: -log pi where A > 0, 0 elsewhere, times its weight",
+    "loss/kl_cov": "mean of the penalty kl_cov per token: |log ratio| of the chosen tokens",
     "loss/kl": "mean k3 estimate of KL(policy || reference) per token, nats; slow growth",
     "loss/lld": "mean LLDS term per token of the model, before lambda; above 0 from the second update on",
     "lld_beta": "LLDS-MA's weight on answer tokens; 1 is plain LLDS",

@@ -6,6 +6,7 @@ Delta of Def. 4.1: negative if a token became less likely.
 """
 
 import dataclasses
+import math
 
 import torch
 
@@ -129,15 +130,14 @@ def policy_change(batch: Batch, scores: Scores, rows: list[int], cfg) -> dict[st
     mask_RT = written_RT & (log_ratio_RT.isfinite().all(1) & advantages_R.isfinite())[:, None]
     if not mask_RT.any():
         return {}
-    if cfg.loss.kind == "gspo":  # one ratio a row
+    if cfg.loss.kind in ("gspo", "gmpo"):  # one ratio a row
         log_ratio_RT = (
             log_ratio_RT.sum(1, keepdim=True) / written_RT.sum(1, keepdim=True).clamp(min=1)
         ).expand_as(log_ratio_RT)
     ratio_N = log_ratio_RT[mask_RT].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     advantages_N = advantages_R[:, None].expand_as(mask_RT)[mask_RT]
-    clipped_N = ((advantages_N > 0) & (ratio_N > 1 + cfg.loss.clip_high)) | (
-        (advantages_N < 0) & (ratio_N < 1 - cfg.loss.clip_low)
-    )
+    low, high = clip_bounds(cfg.loss)
+    clipped_N = ((advantages_N > 0) & (ratio_N > high)) | ((advantages_N < 0) & (ratio_N < low))
     class_N = class_of(advantages_N)
     tail_N = ratio_N.sort().values
     row = {
@@ -150,6 +150,15 @@ def policy_change(batch: Batch, scores: Scores, rows: list[int], cfg) -> dict[st
     for name, values_RT in (("old", old_RT), ("new", new_RT)):
         row |= means("likelihood/", [f"{group}_{name}" for group in CLASSES], values_RT[mask_RT], class_N)
     return row
+
+
+def clip_bounds(options) -> tuple[float, float]:
+    """Ratios below the first (where A < 0) and above the second (where A > 0) have no gradient."""
+    if options.kind == "gmpo":
+        return math.exp(-options.clip_low), math.exp(options.clip_high)
+    if options.kind in ("cispo", "sapo", "unclipped"):
+        return 0.0, math.inf
+    return 1 - options.clip_low, 1 + options.clip_high
 
 
 def sampler_gap(batch: Batch, scores: Scores) -> dict[str, float]:

@@ -184,7 +184,8 @@ def method(options: dict) -> str:
 
     A gate other than the default is appended.
     """
-    name = str(options.get("loss.kind", "grpo")).upper()
+    preset = options.get("loss.preset", "none")
+    name = str(options.get("loss.kind", "grpo") if preset == "none" else preset).upper()
     if not options.get("loss.lld_weight"):
         return name
     less_on_answers = (

@@ -6,6 +6,7 @@ from lld.config import Config
 from lld.episode import Batch, Episode, Question, Turn, collate
 from lld.evaluate import episode_record, summarize
 from lld.record import metrics, monitor
+from lld.selection import chosen_by_step
 from lld.tools import TOOLS, Passage
 from lld.update import Scores, loss_of, minibatch_counts
 
@@ -60,6 +61,7 @@ def loss_terms(batch: Batch, scores: Scores, cfg: Config) -> dict[str, torch.Ten
     old_BT, new_BT = scores.old_BT, scores.new_BT
     counts = minibatch_counts(batch, rows, cfg.loss.lld_preserve)
     tables = (new_BT, scores.entropy_BT, old_BT, old_BT, old_BT)
+    batch = chosen_by_step(batch, [rows], old_BT, scores.entropy_BT, cfg.loss)
     _, terms = loss_of(batch, *tables, counts, 1.0, cfg.loss)
     return terms
 

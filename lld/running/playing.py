@@ -1,5 +1,7 @@
 """The rollout of a step: played by all processes, or read from a crash box."""
 
+import hashlib
+
 from accelerate.utils import gather_object
 from tqdm import tqdm
 
@@ -7,6 +9,7 @@ from lld.config import Eval, Rollout
 from lld.data import questions_of_step
 from lld.engine.engine import Engine
 from lld.episode import Episode, Question
+from lld.reward import score_episodes
 from lld.rollout import Budgets, open_engine, rollout
 from lld.running import crashbox, saving, sharding
 from lld.running.run import Run
@@ -41,8 +44,7 @@ def play(run: Run, step: int) -> tuple[list[Episode], dict[str, float]]:
     saving.enter_rollout(run, step)
     with sharding.optimizer_on_cpu(run.optimizer, cfg.optim.cpu_in_rollout):
         if run.box is None:
-            questions = questions_of_step(run.questions, step, cfg.rollout.num_questions, cfg.run.seed)
-            played = play_questions(run, questions, step)
+            played = draw_groups(run, step)
         else:
             played = replay(run, step)
     run.clock.lap("rollout")
@@ -50,15 +52,53 @@ def play(run: Run, step: int) -> tuple[list[Episode], dict[str, float]]:
     return played
 
 
-def play_questions(run: Run, questions: list[Question], step: int) -> tuple[list[Episode], dict[str, float]]:
-    """Plays the questions of a step; each process plays complete groups, of every num_processes-th question.
+def draw_groups(run: Run, step: int) -> tuple[list[Episode], dict[str, float]]:
+    """Plays the questions of a step, and further ones while too few groups differ in reward.
+
+    Dynamic sampling (DAPO, arXiv 2503.14476): up to rollout.extra_draws times, as many questions again. Kept
+    are the first num_questions groups whose rewards differ, and where there are fewer, the first of the
+    others as well; in the order in which they were drawn. Which questions are drawn is a pure function of
+    seed, step and number of the draw, so that nothing about it is in a checkpoint.
+    """
+    cfg, asked, groups, empty = run.cfg, [], [], []
+    wanted, size = cfg.rollout.num_questions, cfg.rollout.group_size
+    for draw in range(1 + cfg.rollout.extra_draws):
+        questions = questions_of_step(run.questions, step, wanted, draw_seed(cfg.run.seed, draw))
+        kept, dropped = play_questions(run, questions, step, asked)
+        if not cfg.rollout.extra_draws:
+            return kept, dropped
+        asked += [question.id for question in questions]
+        groups += [kept[start : start + size] for start in range(0, len(kept), size)]
+        empty.append(dropped["empty_groups"])
+        rewards = [score_episodes(group, run.tokenizer, cfg.reward) for group in groups]
+        mixed = [place for place in range(len(groups)) if len(set(rewards[place])) > 1]
+        if len(mixed) >= wanted:
+            break
+    others = [place for place in range(len(groups)) if place not in mixed]
+    places = sorted((mixed + others)[:wanted])
+    row = {"empty_groups": sum(empty) / len(empty), "drawn_groups": len(asked) / wanted}
+    return [episode for place in places for episode in groups[place]], row
+
+
+def draw_seed(seed: int, draw: int) -> int:
+    """The seed of the stream of questions of a step's first (0: the run's own) or further draw."""
+    if draw == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/draw {draw}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big")
+
+
+def play_questions(
+    run: Run, questions: list[Question], step: int, asked: list[str]
+) -> tuple[list[Episode], dict[str, float]]:
+    """Plays questions of a step; each process plays complete groups, of every num_processes-th question.
 
     Groups in which a search failed are dropped, and so are groups in which a search found nothing, unless
     `retriever.empty_results` is "show". Raises Unplayed, on all processes, if more groups failed than
     `rollout.max_failed_groups` allows, if more than MAX_EMPTY_GROUPS were dropped for an empty search, or if
     such drops leave fewer than optim.updates_per_rollout episodes.
     """
-    played, failure = play_own_groups(run, questions, step)
+    played, failure = play_own_groups(run, questions, step, asked)
     failures = [text for text in gather_object([failure]) if text]
     if failures:
         raise Unplayed(failures[0])
@@ -76,8 +116,13 @@ def play_questions(run: Run, questions: list[Question], step: int) -> tuple[list
     return kept, {"empty_groups": len(empty) / len(questions)}
 
 
-def play_own_groups(run: Run, questions: list[Question], step: int) -> tuple[list[Episode], str | None]:
-    """The episodes of this process's questions and None; or no episodes and why they could not be played."""
+def play_own_groups(
+    run: Run, questions: list[Question], step: int, asked: list[str]
+) -> tuple[list[Episode], str | None]:
+    """The episodes of this process's questions and None; or no episodes and why they could not be played.
+
+    `asked`: ids of the questions that the step has asked before; one that is asked again gets new seeds.
+    """
     cfg, accelerator = run.cfg, run.accelerator
     places = own_places(run, len(questions))
     ids = [question.id for question in questions]
@@ -95,7 +140,7 @@ def play_own_groups(run: Run, questions: list[Question], step: int) -> tuple[lis
                 num_samples=cfg.rollout.group_size,
                 seed=cfg.run.seed,
                 step=step,
-                repeats=[ids[:place].count(ids[place]) for place in places],
+                repeats=[(asked + ids[:place]).count(ids[place]) for place in places],
                 max_failed_groups=int(cfg.rollout.max_failed_groups * len(questions)),
                 empty_results=cfg.retriever.empty_results,
                 overlap_search=cfg.rollout.overlap_search,

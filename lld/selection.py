@@ -1,0 +1,146 @@
+"""Which episodes and tokens a step trains on: filters of episodes, and choices among all tokens of an update.
+
+Each rule is one function with its source, and one entry of a literal table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from lld.episode import Batch, Episode
+from lld.update import plan_updates, rows_of_update, score_both, trained_ids
+
+if TYPE_CHECKING:
+    from lld.config import Config, Loss
+
+# ---- episodes that are not trained on
+
+
+def truncated(episode: Episode) -> bool:
+    """Ran out of context, or of a turn's token budget: DAPO's overlong filtering (arXiv 2503.14476)."""
+    return episode.stop_reason == "length" or any(turn.stop == "length" for turn in episode.turns)
+
+
+def void_turn(episode: Episode) -> bool:
+    """Has a turn with neither a tool call nor an answer: SimpleTIR's filter (arXiv 2509.02479)."""
+    return any(turn.kind == "invalid" for turn in episode.turns)
+
+
+# The values of loss.drop: episode -> whether all its tokens are left out of the loss.
+FILTERS = {
+    "truncated": truncated,
+    "void_turn": void_turn,
+}
+
+
+def trained_rows(episodes: list[Episode], options: Loss) -> torch.Tensor | None:
+    """(B,) bool: the episodes that no filter drops; None without a filter.
+
+    A dropped episode keeps its place in its group's mean and in all metrics, but not in any term or
+    denominator of the loss.
+    """
+    if not options.drop:
+        return None
+    return torch.tensor([not any(FILTERS[name](episode) for name in options.drop) for episode in episodes])
+
+
+# ---- choices among all tokens of an optimizer step
+
+
+@dataclass(frozen=True)
+class Step:
+    """All rows of an optimizer step under the policy before the rollout's first update: (R, T) tensors."""
+
+    logprobs_RT: torch.Tensor
+    entropies_RT: torch.Tensor
+    advantages_R1: torch.Tensor
+    mask_RT: torch.Tensor
+    seed: int
+
+    def covariances(self) -> torch.Tensor:
+        """(R, T) products of what A and log pi depart from their means over the step's tokens by."""
+
+        def centred(values_RT: torch.Tensor) -> torch.Tensor:
+            return values_RT - values_RT[self.mask_RT].mean()
+
+        return centred(self.advantages_R1.expand_as(self.mask_RT)) * centred(self.logprobs_RT)
+
+
+def highest_entropies(step: Step, share: float) -> torch.Tensor:
+    """Tokens with an entropy of at least the quantile 1 - share of the step's."""
+    threshold = step.entropies_RT[step.mask_RT].double().quantile(1 - share)
+    return step.entropies_RT.double() >= threshold
+
+
+def some_of_high_cov(step: Step, share: float) -> torch.Tensor:
+    """`share` of the tokens (one at least), drawn at random from those with a covariance in (1, 5)."""
+    cov_RT = step.covariances()
+    places = ((cov_RT > 1) & (cov_RT < 5) & step.mask_RT).flatten().nonzero()[:, 0]
+    count = max(1, int(share * int(step.mask_RT.sum())))
+    order = torch.randperm(len(places), generator=torch.Generator().manual_seed(step.seed))
+    return marked(cov_RT, places[order[:count]])
+
+
+def largest_cov(step: Step, share: float) -> torch.Tensor:
+    """The `share` of the tokens (one at least) with the largest covariance."""
+    cov_RT = step.covariances().masked_fill(~step.mask_RT, -torch.inf)
+    count = max(1, int(share * int(step.mask_RT.sum())))
+    return marked(cov_RT, cov_RT.flatten().topk(min(count, cov_RT.numel())).indices)
+
+
+def marked(like_RT: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Bool, true at the flat indices `places`."""
+    return torch.zeros(like_RT.numel(), dtype=torch.bool).index_fill(0, places, True).view_as(like_RT)
+
+
+# Rules of loss.weights and loss.penalties that compare the tokens of a whole optimizer step: the step and the
+# rule's number -> (R, T) bool.
+CHOOSERS = {
+    "high_entropy": highest_entropies,
+    "clip_cov": some_of_high_cov,
+    "kl_cov": largest_cov,
+}
+
+
+def choices(options: Loss) -> dict[str, float]:
+    """The rules in use that compare the tokens of a whole step, with their numbers."""
+    return {
+        name: number for name, number in {**options.weights, **options.penalties}.items() if name in CHOOSERS
+    }
+
+
+def choose_tokens(accelerator, policy, batch: Batch, cfg: Config) -> Batch:
+    """`batch` with what the rules choose that compare all tokens of an optimizer step (CHOOSERS).
+
+    They compare under the policy before the first update, so that a choice depends neither on micro-batches
+    nor on the number of processes. That scores the rows of the first update once more than without such a
+    rule. Their papers compare under the policy at the moment of the update.
+    """
+    if not choices(cfg.loss):
+        return batch
+    plan = plan_updates(batch.lengths_B.tolist(), cfg.optim.updates_per_rollout, accelerator.num_processes)
+    scored = score_both(accelerator, policy, batch, plan, cfg)
+    # Each row belongs to one process and is 0 on the others, so a sum gathers all.
+    scored = [accelerator.reduce(table_BT.to(accelerator.device), "sum").cpu() for table_BT in scored]
+    return chosen_by_step(batch, [rows_of_update(shares) for shares in plan], *scored, cfg.loss)
+
+
+def chosen_by_step(batch: Batch, updates: list[list[int]], logprobs_BT, entropies_BT, options: Loss) -> Batch:
+    """`batch` with `chosen`, found among the rows of each update."""
+    mask_BT = trained_ids(batch) > 0
+    chosen = {name: torch.zeros(mask_BT.shape, dtype=torch.bool) for name in choices(options)}
+    for rows in updates:
+        step = Step(
+            logprobs_BT[rows],
+            entropies_BT[rows],
+            batch.advantages_B[rows, None],
+            mask_BT[rows],
+            seed=int(batch.token_ids_BT[rows].sum()),  # the same when a run is repeated or resumed
+        )
+        for name, number in choices(options).items():
+            if step.mask_RT.any():
+                chosen[name][rows] = CHOOSERS[name](step, number)
+    return replace(batch, chosen={name: table_BT.float() for name, table_BT in chosen.items()})
