@@ -302,6 +302,11 @@ def check_weights(cfg: Config) -> None:
         raise ValueError(
             "loss.weights positives = 0 with negatives = 0 leave no policy term: drop one of the two"
         )
+    if "nthr" in loss.weights and loss.support == "kept":
+        raise ValueError(
+            "loss.weights nthr with loss.support = 'kept': its scores are those of the softmax over the "
+            "whole vocabulary; use 'full'"
+        )
     moves = cfg.optim.updates_per_rollout > 1 or loss.old_logprobs == "sampler"
     if "off_policy" in loss.weights and not moves:
         raise ValueError(

@@ -5,13 +5,16 @@ Each rule is one function with its source, and one entry of a literal table.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.functional import one_hot
 
 from lld.episode import Batch, Episode
-from lld.update import plan_updates, rows_of_update, score_both, trained_ids
+from lld.update import plan_updates, rows_of_update, score_both, trained_ids, trained_temperature
 
 if TYPE_CHECKING:
     from lld.config import Config, Loss
@@ -112,6 +115,83 @@ def choices(options: Loss) -> dict[str, float]:
     }
 
 
+# ---- NTHR: which wrong tokens lower the likelihood of right answers
+
+CHUNK = 256  # tokens whose residuals over the vocabulary are in memory at once
+
+
+def nthr_weights(
+    states_NC: torch.Tensor,
+    residuals: Callable[[torch.Tensor], torch.Tensor],
+    row_N: torch.Tensor,
+    advantages_G: torch.Tensor,
+    beta: float,
+) -> torch.Tensor:
+    """(N,) weights of the tokens of one group: 2 |.5 - p| on wrong tokens of high score, else 1.
+
+    NTHR (arXiv 2505.18830). The score of token n is the sum over the tokens m of right responses of
+    <g_m, g_n> <h_m, h_n>, g = e_y - pi(.|context), h the last hidden state before the token. Chosen are the
+    tokens of wrong responses above beta times the least, over the right responses, of their tokens' mean
+    score. `residuals` maps indices (n,) to g (n, V); `row_N` are the tokens' rows in the group.
+    """
+    right_N, wrong_N = (advantages_G > 0)[row_N], (advantages_G < 0)[row_N]
+    weights_N = states_NC.new_ones(len(row_N))
+    if not (right_N.any() and wrong_N.any()):
+        return weights_N
+    # sum over m of g_m h_m^T first: no pair of tokens is formed
+    cross_VC = sum(
+        residuals(index_n).T @ states_NC[index_n] for index_n in right_N.nonzero()[:, 0].split(CHUNK)
+    )
+    index_N = torch.arange(len(row_N), device=row_N.device)
+    scores_N = torch.cat(
+        [((residuals(index_n) @ cross_VC) * states_NC[index_n]).sum(1) for index_n in index_N.split(CHUNK)]
+    )
+    least = min(scores_N[row_N == row].mean() for row in row_N[right_N].unique())
+    eta = 2 * abs(0.5 - float((advantages_G > 0).double().mean()))
+    return torch.where(wrong_N & (scores_N > beta * least), eta, weights_N)
+
+
+@torch.no_grad()
+def nthr_table(accelerator, policy, batch: Batch, cfg: Config) -> torch.Tensor:
+    """(B, T) `nthr_weights` of every group under the policy before the update, on every process."""
+    if isinstance(policy, FSDPModule):
+        raise ValueError(
+            "loss.weights nthr reads hidden states and the whole head, which a sharded policy does not have "
+            "in one piece: drop it, or train without FSDP"
+        )
+    bare, size, temperature = (
+        accelerator.unwrap_model(policy).eval(),
+        cfg.rollout.group_size,
+        trained_temperature(cfg),
+    )
+    head, table_BT = bare.lm.get_output_embeddings(), torch.zeros(batch.token_ids_BT.shape)
+    num_groups = len(batch.names) // size
+    for group in range(accelerator.process_index, num_groups, accelerator.num_processes):
+        rows = list(range(group * size, (group + 1) * size))
+        part = batch.rows(rows, accelerator.device)
+        written_BT = part.action_ids_BT > 0
+        with accelerator.autocast():
+            states_NC, targets_N = bare.states(part.token_ids_BT, written_BT)
+
+        def residuals(index_n, states_NC=states_NC, targets_N=targets_N):
+            logits_nV = (head(states_NC[index_n]) / temperature).float()
+            return one_hot(targets_N[index_n], logits_nV.shape[1]) - logits_nV.softmax(1)
+
+        weights_N = nthr_weights(
+            states_NC.float(),
+            residuals,
+            written_BT.nonzero()[:, 0],
+            part.advantages_B,
+            cfg.loss.weights["nthr"],
+        )
+        row_BT = torch.ones(written_BT.shape, device=accelerator.device).masked_scatter(written_BT, weights_N)
+        table_BT[rows, : row_BT.shape[1]] = row_BT.cpu()
+    return accelerator.reduce(table_BT.to(accelerator.device), "sum").cpu()
+
+
+# ---- what train.py calls
+
+
 def choose_tokens(accelerator, policy, batch: Batch, cfg: Config) -> Batch:
     """`batch` with what the rules choose that compare all tokens of an optimizer step (CHOOSERS).
 
@@ -119,6 +199,8 @@ def choose_tokens(accelerator, policy, batch: Batch, cfg: Config) -> Batch:
     nor on the number of processes. That scores the rows of the first update once more than without such a
     rule. Their papers compare under the policy at the moment of the update.
     """
+    if "nthr" in cfg.loss.weights:
+        batch = replace(batch, chosen={"nthr": nthr_table(accelerator, policy, batch, cfg)})
     if not choices(cfg.loss):
         return batch
     plan = plan_updates(batch.lengths_B.tolist(), cfg.optim.updates_per_rollout, accelerator.num_processes)
@@ -143,4 +225,5 @@ def chosen_by_step(batch: Batch, updates: list[list[int]], logprobs_BT, entropie
         for name, number in choices(options).items():
             if step.mask_RT.any():
                 chosen[name][rows] = CHOOSERS[name](step, number)
-    return replace(batch, chosen={name: table_BT.float() for name, table_BT in chosen.items()})
+    chosen = {name: table_BT.float() for name, table_BT in chosen.items()}
+    return replace(batch, chosen=batch.chosen | chosen)

@@ -106,6 +106,14 @@ def clip_cov(t: Tokens, share: float) -> torch.Tensor:
     return 1.0 - t.chosen["clip_cov"]
 
 
+def nthr(t: Tokens, beta: float) -> torch.Tensor:
+    """2 |.5 - p| where A < 0 and the token's score exceeds beta times the group's threshold, else 1: NTHR.
+
+    arXiv 2505.18830, beta 1; p is the group's share of right answers, `selection.nthr_weights` the score.
+    """
+    return t.chosen["nthr"]
+
+
 # The keys of loss.weights: tokens and the rule's number -> (B, T) or (B, 1) weights.
 WEIGHTS = {
     "positives": positives,
@@ -113,4 +121,5 @@ WEIGHTS = {
     "off_policy": off_policy,
     "high_entropy": high_entropy,
     "clip_cov": clip_cov,
+    "nthr": nthr,
 }

@@ -341,6 +341,7 @@ def parts_of(options, trained_B=None):
     old_BT, entropy_BT = (-1.5 + noise_BT) * mask_BT, (1 + noise_BT.cos()) * mask_BT
     new_BT = old_BT - 0.3 * noise_BT.flip(1) * mask_BT
     rows = list(range(len(batch.names)))
+    batch = dataclasses.replace(batch, chosen={"nthr": 0.5 + 0.5 * (noise_BT > 0)})
     batch = chosen_by_step(batch, [rows], old_BT, entropy_BT, options)
     counts = minibatch_counts(batch, rows, options.lld_preserve)
     return loss_of(batch, new_BT, entropy_BT, old_BT, old_BT - 0.1, old_BT, counts, 1.0, options)
@@ -411,6 +412,7 @@ def test_filters_tell_truncated_and_void_episodes():
         ({"loss": {"weights": {"high_entropy": 20}}}, "a share of the tokens, must be in (0, 1)"),
         ({"loss": {"penalties": {"kl_cov": 0.0}}}, "a share of the tokens, must be in (0, 1)"),
         ({"loss": {"weights": {"positives": 0.0, "negatives": 0.0}}}, "leave no policy term"),
+        ({"loss": {"weights": {"nthr": 1.0}, "support": "kept"}, "rollout": {"top_p": 0.9}}, "use 'full'"),
         ({"loss": {"weights": {"positive": 0.1}}}, "did you mean 'positives'?"),
         ({"loss": {"drop": ["void"]}}, "must be one of 'truncated', 'void_turn'"),
         (
@@ -525,6 +527,64 @@ def test_contradictions_of_a_correction_are_refused():
     ):
         with pytest.raises(ValueError, match=told):
             settings.from_dict({"loss": tree})
+
+
+# ---- NTHR
+
+
+def naive_nthr(states_NC, residual_NV, row_N, advantages_G, beta):
+    def score(n):
+        return sum(
+            float(residual_NV[m] @ residual_NV[n]) * float(states_NC[m] @ states_NC[n])
+            for m in range(len(row_N))
+            if advantages_G[row_N[m]] > 0
+        )
+
+    scores = [score(n) for n in range(len(row_N))]
+    means = []
+    for row in range(len(advantages_G)):
+        own = [scores[n] for n in range(len(row_N)) if row_N[n] == row]
+        if advantages_G[row] > 0 and own:
+            means.append(sum(own) / len(own))
+    eta = 2 * abs(0.5 - sum(a > 0 for a in advantages_G.tolist()) / len(advantages_G))
+    return [
+        eta if advantages_G[row_N[n]] < 0 and scores[n] > beta * min(means) else 1.0
+        for n in range(len(row_N))
+    ]
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.2, 1.0])
+def test_nthr_agrees_with_a_loop_whatever_the_chunks(beta, monkeypatch):
+    seen = set()
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        states_NC = torch.randn(30, 4, generator=generator, dtype=torch.float64) + 0.5
+        logits_NV = torch.randn(30, 6, generator=generator, dtype=torch.float64)
+        targets_N = torch.randint(0, 6, (30,), generator=generator)
+        residual_NV = torch.nn.functional.one_hot(targets_N, 6) - logits_NV.softmax(1)
+        row_N = torch.arange(5).repeat_interleave(6)
+        advantages_G = torch.tensor([1.0, -1.0, -0.5, -0.5, 0.0])
+        wanted = naive_nthr(states_NC, residual_NV, row_N, advantages_G, beta)
+        for chunk in (1, 7, 256):
+            monkeypatch.setattr(selection, "CHUNK", chunk)
+            found_N = selection.nthr_weights(
+                states_NC, lambda index, g=residual_NV: g[index], row_N, advantages_G, beta
+            )
+            assert found_N.tolist() == pytest.approx(wanted)
+        seen |= set(wanted)
+    assert sorted(seen) == pytest.approx([0.6, 1.0])
+
+
+def test_nthr_by_hand():
+    # Token 0 is right, g h = (1, 0) 2; tokens 1 and 2 are wrong with g h = (.5, 0) 1 and (0, 1) 3.
+    # Scores: 1 * 4 = 4; .5 * 2 = 1; 0 * 6 = 0. Threshold beta * 4; p = 1/3, eta = 1/3.
+    states_NC = torch.tensor([[2.0], [1.0], [3.0]])
+    g_NV = torch.tensor([[1.0, 0.0], [0.5, 0.0], [0.0, 1.0]])
+    for beta, wanted in ((0.2, [1.0, 1 / 3, 1.0]), (1.0, [1.0, 1.0, 1.0]), (-1.0, [1.0, 1 / 3, 1 / 3])):
+        found_N = selection.nthr_weights(
+            states_NC, lambda index: g_NV[index], torch.arange(3), torch.tensor([1.0, -1.0, -1.0]), beta
+        )
+        assert found_N.tolist() == pytest.approx(wanted)
 
 
 # ---- dynamic sampling

@@ -36,6 +36,7 @@ def with_loss(**changes):
         {"correction": "tis", "correction_cap": 1.0},
         {"support": "kept"},
         {"kind": "gmpo", "drop": ["void_turn"], "weights": {"off_policy": 0.0, "high_entropy": 0.3}},
+        {"weights": {"nthr": 0.1}},
         {"kind": "unclipped", "aggregation": "constant", "penalties": {"kl_cov": 0.1, "nll": 0.1}},
     ],
 )

@@ -1,5 +1,7 @@
 """Computes the metrics of made-up episodes before the first rollout, to check their names."""
 
+from dataclasses import replace
+
 import torch
 
 from lld.config import Config
@@ -61,6 +63,7 @@ def loss_terms(batch: Batch, scores: Scores, cfg: Config) -> dict[str, torch.Ten
     old_BT, new_BT = scores.old_BT, scores.new_BT
     counts = minibatch_counts(batch, rows, cfg.loss.lld_preserve)
     tables = (new_BT, scores.entropy_BT, old_BT, old_BT, old_BT)
+    batch = replace(batch, chosen={"nthr": torch.ones_like(old_BT)})
     batch = chosen_by_step(batch, [rows], old_BT, scores.entropy_BT, cfg.loss)
     _, terms = loss_of(batch, *tables, counts, 1.0, cfg.loss)
     return terms
