@@ -320,6 +320,8 @@ class TinyWorld:
     thought_words: int = 8
     # Entropy of a free word given the word before, in nats
     word_entropy: float = 2.0
+    # Whether a thought may end after any word, or has thought_words, one more or less
+    free_length: bool = False
     warm_start_steps: int = 600
     num_layers: int = 2
     hidden_size: int = 128

@@ -463,7 +463,7 @@ def check_tinyworld(cfg: Config) -> None:
         raise ValueError(
             f"tinyworld.num_people = {world.num_people}: too small for distractors; use 20 or more"
         )
-    of_words = ["tinyworld.thought_words", "tinyworld.word_entropy"]
+    of_words = ["tinyworld.thought_words", "tinyworld.word_entropy", "tinyworld.free_length"]
     refuse_unread(cfg, of_words, world.num_words == 0, "tinyworld.num_words = 0")
     if world.num_words and not world.word_entropy < math.log(world.num_words):
         raise ValueError(

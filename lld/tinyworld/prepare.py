@@ -28,7 +28,8 @@ def _identity(cfg: config.TinyWorld, topk: int) -> dict:
 
     Without free wording its options are left out: they change nothing, and older folders do not name them.
     """
-    unread = {"dir"} if cfg.num_words else {"dir", "num_words", "thought_words", "word_entropy"}
+    of_words = {"num_words", "thought_words", "word_entropy", "free_length"}
+    unread = {"dir"} | (set() if cfg.num_words else of_words)
     options = {name: value for name, value in dataclasses.asdict(cfg).items() if name not in unread}
     return {**options, "topk": topk, "version": VERSION}
 

@@ -40,16 +40,23 @@ class Wording:
         self.orders = [rng.sample(range(cfg.num_words), cfg.num_words) for _ in range(NUM_CLASSES)]
         self.weights = zipf_weights(cfg.num_words, cfg.word_entropy)
         self.sums = list(accumulate(self.weights))
-        self.mean_length = cfg.thought_words
+        self.mean_length, self.free_length = cfg.thought_words, cfg.free_length
 
     def draw(self, rng: random.Random) -> str:
-        """A thought of the mean number of words, or one more or less.
+        """A thought of the mean number of words: one more or less, or with `free_length` of any number.
 
-        Longer ones would make greedy decoding repeat a frequent word for ever.
+        A free thought ends after each of its words but the first with the same chance, as in a language,
+        where the end is a choice too; it has four times the mean number at most.
         """
-        spread = min(1, self.mean_length - 1)
+        if self.free_length:
+            num_words = 2
+            while num_words < 4 * self.mean_length and rng.random() > 1 / max(1, self.mean_length - 1):
+                num_words += 1
+        else:
+            spread = min(1, self.mean_length - 1)
+            num_words = self.mean_length + rng.randint(-spread, spread)
         drawn, group = [], 0
-        for _ in range(self.mean_length + rng.randint(-spread, spread)):
+        for _ in range(num_words):
             [word] = rng.choices(self.orders[group], cum_weights=self.sums)
             drawn.append(self.words[word])
             group = word % NUM_CLASSES
