@@ -116,7 +116,7 @@ def arrow(names: Sequence[str], rows: Sequence[dict]) -> str:
 
 OUTCOMES_TITLE = (
     f"**What became of each arm.** EM: training episodes, mean of the last {END} steps and highest "
-    f"mean of {END}; held out: greedy, after the last step; ± 95 % t-interval over the n seeds. "
+    f"mean of {END}; held-out EM after the last step; ± 95 % t-interval over the n seeds. "
     f"Largest fall: of the {END}-step mean, as a share of the best one before. Fell: EM of the end "
     f"below {FELL:.0%} of the best level, of how many runs, with the exact 95 % interval of the share "
     "and the median step from which it stayed there. Halved: the 10-step mean reward below half of its "
