@@ -16,7 +16,7 @@ FLOORS = (
     {"record"},
     {"evaluate", "tinyworld"},
     {"running", "report"},
-    {"experiment", "influence", "evaluation"},
+    {"experiment", "influence", "evaluation", "ask"},
     {"train", "eval", "retriever_server"},
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

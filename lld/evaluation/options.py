@@ -1,5 +1,6 @@
 """The options that a checkpoint is evaluated with; importing this does not import torch."""
 
+import json
 import sys
 import urllib.parse
 from pathlib import Path
@@ -11,15 +12,44 @@ from lld.settings import read_back
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def options_of(ckpt: Path, config_file: str | None, overrides: list[str]) -> Config:
+def lies_in_run(ckpt: Path) -> bool:
+    """Whether a checkpoint is RUN/checkpoints/step_N of a run with options."""
+    path = ckpt.absolute()
+    return path.parent.name == "checkpoints" and (path.parent.parent / "config.yaml").is_file()
+
+
+def checkpoint_of(where: str) -> str:
+    """The checkpoint that is meant: of a run's folder the best on held-out questions, else the newest.
+
+    Anything but a run's folder is returned as it is. Raises ValueError for a run without a checkpoint.
+    """
+    folder = Path(where) / "checkpoints"
+    if not folder.is_dir():
+        return where
+    found = sorted(
+        (path.parent for path in folder.glob("step_*/manifest.json")),
+        key=lambda path: (len(path.name), path.name),
+    )
+    if not found:
+        raise ValueError(f"{where} has no checkpoint yet: it is saved every run.save_every steps")
+    try:
+        best = json.loads((folder / "best.json").read_text())["checkpoint"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        best = None  # no evaluation yet
+    return str(next((path for path in found if path.name == best), found[-1]))
+
+
+def options_of(ckpt: Path, config_file: str | None, overrides: list[str], questions: bool = True) -> Config:
     """The options of `config_file`, or of the run that the checkpoint lies in (RUN/checkpoints/step_N).
 
     Either file may be somebody else's: neither code nor places to write are taken from it, nor, from a run's
     own file, a server on another machine; the command line may name them. Prints what was not taken and, for
-    a run's own file, what will be read. Raises ValueError for a missing file or a mistake in it.
+    a run's own file, what will be read (`questions`: its files of questions too). Raises ValueError for a
+    missing file or a mistake in it.
     """
-    path = Path(config_file) if config_file is not None else ckpt.absolute().parent.parent / "config.yaml"
-    if config_file is None and (ckpt.absolute().parent.name != "checkpoints" or not path.is_file()):
+    inside = ckpt if len(ckpt.parts) > 1 else ckpt.absolute()
+    path = Path(config_file) if config_file is not None else inside.parent.parent / "config.yaml"
+    if config_file is None and not lies_in_run(ckpt):
         raise ValueError(
             f"{ckpt} does not lie in a run's folder (RUN/checkpoints/step_N with RUN/config.yaml): "
             "give --config"
@@ -35,7 +65,7 @@ def options_of(ckpt: Path, config_file: str | None, overrides: list[str]) -> Con
         given = {override.partition("=")[0] for override in overrides}
         if cfg.retriever.replay is None and not given & {"retriever.url", "retriever.replicas"}:
             _refuse_elsewhere(path, servers)
-        _tell(_what_is_read(path, cfg, servers))
+        _tell(_what_is_read(path, cfg, servers, questions))
     return cfg
 
 
@@ -48,11 +78,14 @@ def _refuse_elsewhere(path: Path, servers: list[str]) -> None:
             )
 
 
-def _what_is_read(path: Path, cfg: Config, servers: list[str]) -> str:
+def _what_is_read(path: Path, cfg: Config, servers: list[str], questions: bool) -> str:
     in_process = f"{cfg.retriever.backend} over {cfg.retriever.corpus}"
     where = cfg.retriever.replay or ", ".join(servers) or in_process
+    told = f"options of {path}; search: {where}"
+    if not questions:
+        return told
     sets = ", ".join(f"{name} = {file}" for name, file in cfg.eval.benchmarks.items())
-    return f"options of {path}; search: {where}; benchmarks: {sets}; training questions: {cfg.data.train}"
+    return f"{told}; benchmarks: {sets}; training questions: {cfg.data.train}"
 
 
 def _tell(text: str) -> None:
