@@ -1,5 +1,5 @@
-"""Trains a search agent: `accelerate launch train.py --config configs/tiny.yaml [--resume]
-[section.option=value …]`.
+"""Trains a search agent: `accelerate launch train.py --config configs/tiny.yaml [section.option=value …]`,
+or goes on with a run: `… train.py --resume RUN`.
 
 Exit codes: 0 done; 1 a bug, with its traceback; 2 a mistake in the options; 3 the retriever is gone; 4
 stopped by monitor.stop_in_phase; 5 SIGTERM, SIGINT or SIGHUP, or the launcher is gone; 6 numbers that are not
@@ -82,6 +82,9 @@ def main(argv: list[str]) -> int:
     args = read_arguments(argv)
     try:
         cfg = read_options(args)
+        if args.show:
+            print(settings.show(cfg))
+            return 0
     except ValueError as error:
         print(f"train.py: {printable(error)}", file=sys.stderr)
         return 2
@@ -95,7 +98,7 @@ def main(argv: list[str]) -> int:
             from lld.running import plan
 
             return plan.main(cfg)
-        return carry_out(guard, cfg, args.resume, args.replay)
+        return carry_out(guard, cfg, args.resume is not None, args.replay)
     except BaseException as error:
         code = ending.exit_code(error, guard, args.replay)
         if code is None:
@@ -108,7 +111,7 @@ def main(argv: list[str]) -> int:
 
 def read_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", help="YAML of options; needed unless --replay is given")
+    parser.add_argument("--config", help="YAML of options; needed unless --resume RUN or --replay is given")
     parser.add_argument(
         "--replay",
         type=Path,
@@ -116,7 +119,14 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
         help="make the updates of a crash box again, with the options given here changed",
     )
     parser.add_argument(
-        "--resume", action="store_true", help="continue the run in run.dir from its newest checkpoint"
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="RUN",
+        help="continue the run in folder RUN, or in run.dir of --config, from its newest checkpoint",
+    )
+    parser.add_argument(
+        "--show", action="store_true", help="print all options as they would be, and end; nothing is run"
     )
     parser.add_argument(
         "--plan",
@@ -128,13 +138,24 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
         settings.refuse_dashes(argv)
     except ValueError as error:
         parser.error(printable(error))
-    return parser.parse_intermixed_args(argv)
+    args = parser.parse_intermixed_args(argv)
+    if args.resume and "=" in args.resume and not Path(args.resume).exists():
+        args.overrides.insert(0, args.resume)  # `--resume run.steps=300`
+        args.resume = ""
+    return args
 
 
 def read_options(args: argparse.Namespace) -> Config:
     """The options of the run, from the command line; ValueError if they are wrong."""
-    if (args.config is None) == (args.replay is None) or (args.replay and args.resume):
-        raise ValueError("give either --config CONFIG, or --replay BOX without --resume")
+    if args.resume and not args.config and not args.replay:
+        return settings.of_run(Path(args.resume), args.overrides)
+    if args.resume and args.config:
+        raise ValueError(
+            f"--resume {args.resume} takes the options of {Path(args.resume) / 'config.yaml'}: leave out "
+            "--config (or write `--config CONFIG --resume`, which continues the run in its run.dir)"
+        )
+    if (args.config is None) == (args.replay is None) or (args.replay and args.resume is not None):
+        raise ValueError("give either --config CONFIG, or --resume RUN, or --replay BOX alone")
     if args.config:
         return settings.load(args.config, args.overrides)
     from lld.running import crashbox

@@ -1,9 +1,20 @@
 """Options, declared as frozen dataclasses; settings.py loads, checks and saves them.
 
 The defaults are the paper's Qwen2.5-3B run (arXiv 2512.04220v2, B.2.1): a YAML states only departures.
+`python -m lld.config [SECTION | SECTION.OPTION]` prints every option with its default, type and meaning: the
+comment above it or beside it.
 """
 
 import ast
+import dataclasses
+import difflib
+import io
+import json
+import sys
+import textwrap
+import tokenize
+import types
+import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -32,7 +43,7 @@ PRESETS = Path(__file__).parents[1] / "configs" / "presets"
 @dataclass(frozen=True)
 class Run:
     dir: str = "runs/3b"  # everything a run writes
-    seed: int = 0
+    seed: int = 0  # of questions' order, episodes and whatever else is drawn
     # Rollout steps; each makes optim.updates_per_rollout optimizer steps
     steps: int = 1005
     save_every: int = 50  # steps between checkpoints
@@ -51,8 +62,9 @@ class Model:
     path: str = "Qwen/Qwen2.5-3B"  # hub name or folder
     # Type of the computations on a GPU. Weights are float32; with adapters the others are of this type
     mixed_precision: Literal["no", "bf16"] = "bf16"
+    # Compute activations again in the backward pass: slower, less memory
     gradient_checkpointing: bool = True
-    trust_remote_code: bool = False
+    trust_remote_code: bool = False  # run code that the model's folder or hub page brings
     # Rank of LoRA adapters: only they are trained and saved, and the model itself is the reference of the KL
     # term. 0 trains all weights
     lora_rank: int = 0
@@ -66,7 +78,7 @@ class Model:
 class Data:
     # Hub name, parquet (Search-R1) or jsonl (FlashRAG)
     train: str = "PeterJinGo/nq_hotpotqa_train"
-    train_split: str = "train"
+    train_split: str = "train"  # of a data set on the hub, or of a folder
     # Only questions with one of these values of `data_source`; empty keeps all
     train_sources: tuple[str, ...] = ()
 
@@ -77,9 +89,9 @@ class Rollout:
     group_size: int = 5  # episodes per question
     # Turns that may search; a last turn without search follows
     max_turns: int = 3
-    max_prompt_tokens: int = 2048
+    max_prompt_tokens: int = 2048  # longer prompts are refused, never cut
     max_new_tokens: int = 500  # per turn
-    max_observation_tokens: int = 500
+    max_observation_tokens: int = 500  # read after each turn; longer passages are cut
     # Prompt, actions and observations together
     max_episode_tokens: int = 4096
     temperature: float = 1.0  # 0 is greedy
@@ -115,12 +127,13 @@ class Reward:
     kind: Literal[keys_of("reward", "ANSWER_SCORES") + ("format",)] | str = "em"
     # The next three are read by kind "format"; the values are Search-R1 v0.3's.
     structure_format_score: float = 0.2
-    final_format_score: float = 0.1
-    retrieval_score: float = 0.0
+    final_format_score: float = 0.1  # of a wrong answer in invalid format
+    retrieval_score: float = 0.0  # added in valid format, where a passage holds a gold answer
 
 
 @dataclass(frozen=True)
 class Advantage:
+    # How scores of a group become advantages
     kind: Literal[keys_of("advantages", "ADVANTAGES")] = "grpo"
     # Divide kind grpo by the group's standard deviation; false is Dr. GRPO's
     normalize_std: bool = True
@@ -140,14 +153,15 @@ class Loss:
     aggregation: Literal[keys_of("loss", "AGGREGATIONS")] = "sequence_mean"
     # Tokens by which aggregation constant divides the sum of a response
     constant_tokens: float = 500.0
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_low: float = 0.2  # at negative advantages, ratios below 1 - clip_low get no gradient
+    clip_high: float = 0.2  # at positive advantages, ratios above 1 + clip_high get none
     # Bound of kind dual_clip on ratios where A < 0
     clip_dual: float = 3.0
-    # Steepness of kind sapo's gate where A > 0 and elsewhere
+    # Steepness of kind sapo's gate where A > 0, and elsewhere in the next option
     sapo_tau_positive: float = 1.0
-    sapo_tau_negative: float = 1.05
-    kl_weight: float = 0.001
+    sapo_tau_negative: float = 1.05  # elsewhere
+    kl_weight: float = 0.001  # of the KL divergence to the start policy; 0 loads no reference model
+    # How that divergence is estimated from the sampled tokens
     kl_estimator: Literal[keys_of("loss", "KL_ESTIMATORS")] = "k3"
     # Rules that multiply policy terms, each with its number: {positives: 0.1}
     weights: dict[Literal[keys_of("weights", "WEIGHTS")], float] = field(default_factory=dict)
@@ -171,7 +185,9 @@ class Loss:
     # Ratios below are raised to it (tis) or masked (mis)
     correction_floor: float = 0.0
     lld_weight: float = 0.2  # lambda; 0 is plain GRPO
+    # Where LLDS acts: at tokens, actions or responses whose log-likelihood has fallen
     lld_gate: Literal[keys_of("loss", "GATES")] = "action"
+    # Episodes whose likelihood LLDS preserves, by the sign of their advantage
     lld_preserve: Literal["nonnegative", "positive"] = "nonnegative"
     # Fall in log-likelihood that LLDS ignores, in nats a token; bf16 rounding alone causes .001
     lld_tolerance: float = 0.0
@@ -191,17 +207,17 @@ class Loss:
 class Optim:
     # Moments in float32 | in 8 bits (bitsandbytes) | in CPU memory, together with the float32 weights
     name: Literal["adamw", "adamw_8bit", "adamw_offload"] = "adamw"
-    lr: float = 1e-6
+    lr: float = 1e-6  # learning rate after the warm-up
     warmup_steps: int = 286  # rollout steps of linear warm-up
-    updates_per_rollout: int = 10
+    updates_per_rollout: int = 10  # optimizer steps on the episodes of one rollout
     # Rows in one forward pass on one process; changes memory use, never the gradient
     micro_batch_size: int = 16
     # Tokens (prompts and observations included) in one forward pass, in place of micro_batch_size;
     # null counts rows
     micro_batch_tokens: int | None = None
-    betas: tuple[float, ...] = (0.9, 0.999)
-    weight_decay: float = 0.01
-    max_grad_norm: float = 1.0
+    betas: tuple[float, ...] = (0.9, 0.999)  # of Adam
+    weight_decay: float = 0.01  # of AdamW
+    max_grad_norm: float = 1.0  # larger gradients are scaled down to it
     # Move the optimizer's moments to CPU memory during rollouts
     cpu_in_rollout: bool = False
 
@@ -214,8 +230,8 @@ class Retriever:
     replicas: tuple[str, ...] = ()
     timeout_s: float = 30.0  # of one attempt
     deadline_s: float = 120.0  # of a search with all its attempts
-    retries: int = 3
-    topk: int = 3
+    retries: int = 3  # after the first attempt of a search
+    topk: int = 3  # passages for each query
     # A query that finds nothing drops its question's group | shows an empty block, as in Search-R1;
     # evaluation always shows it
     empty_results: Literal["drop", "show"] = "drop"
@@ -225,11 +241,13 @@ class Retriever:
     record: str | None = None
     # Such a file, from which queries are answered in place of a server or an index
     replay: str | None = None
+
     # The following are read by retriever_server.py, and by this process where url is null.
+
     # Folder made by `python -m lld.retrieval build`, or a FAISS file
     index: str | None = None
     corpus: str | None = None  # jsonl of {"id", "contents"}
-    encoder: str = "intfloat/e5-base-v2"
+    encoder: str = "intfloat/e5-base-v2"  # of queries and passages; hub name or folder
     # null: the one that the index folder was built for; faiss for a file
     backend: (
         Literal[("faiss", "torch", "bm25") + keys_of("retrieval/backends", "OF_CORPUS") + ("oracle",)] | None
@@ -249,19 +267,21 @@ class Retriever:
 @dataclass(frozen=True)
 class Eval:
     every: int = 50  # steps between evaluations while training; 0 never
-    at_start: bool = True
+    at_start: bool = True  # also before the first step
+    # Held-out questions: hub name, parquet or jsonl by name of the benchmark
     benchmarks: dict[str, str] = field(
         default_factory=lambda: {
             name: f"RUC-NLPIR/FlashRAG_datasets/{'2wikimultihopqa' if name == '2wiki' else name}"
             for name in BENCHMARKS
         }
     )
+    # Benchmarks that training evaluates on
     during_training: tuple[str, ...] = ("nq", "hotpotqa")
     max_questions: int = 500  # of each set in training; eval.py takes all
     # The paper's; four turns of full length exceed rollout.max_episode_tokens 4096
     max_turns: int = 4
-    temperature: float = 0.0
-    top_p: float = 1.0
+    temperature: float = 0.0  # 0 is greedy
+    top_p: float = 1.0  # as rollout.top_p
     batch_size: int = 256  # questions between two writes of eval.py
 
 
@@ -271,7 +291,7 @@ class Monitor:
     rescore_every: int = 5
     # Steps between re-scorings of correct episodes kept from the start; 0 never
     sentinel_every: int = 10
-    sentinel_size: int = 64
+    sentinel_size: int = 64  # episodes
     # Steps between logs of whole groups, token by token; 0 never
     trajectories_every: int = 10
     trajectories_questions: int = 4  # groups in such a log
@@ -308,12 +328,12 @@ class Plan:
 class TinyWorld:
     """A made-up world written to `dir` before training starts; with `dir` null, data is real."""
 
-    dir: str | None = None
-    seed: int = 0
-    num_people: int = 160
+    dir: str | None = None  # folder of the world, made if it is not there
+    seed: int = 0  # of people, passages and questions
+    num_people: int = 160  # passages and questions grow with it
     # People who share a name with another, so that no policy answers everything
     namesake_share: float = 0.1
-    two_hop_share: float = 0.6
+    two_hop_share: float = 0.6  # of the questions that need two searches
     # Vocabulary of the free wording of thoughts; 0: thoughts are a few fixed sentences
     num_words: int = 0
     # Free words of a thought, on average
@@ -322,9 +342,9 @@ class TinyWorld:
     word_entropy: float = 2.0
     # Whether a thought may end after any word, or has thought_words, one more or less
     free_length: bool = False
-    warm_start_steps: int = 600
-    num_layers: int = 2
-    hidden_size: int = 128
+    warm_start_steps: int = 600  # of supervised training on demonstrations
+    num_layers: int = 2  # of the policy
+    hidden_size: int = 128  # of the policy
 
 
 @dataclass(frozen=True)
@@ -342,3 +362,81 @@ class Config:
     monitor: Monitor = Monitor()
     plan: Plan = Plan()
     tinyworld: TinyWorld = TinyWorld()
+
+
+def meanings() -> dict[str, str]:
+    """What each option means, by its full name: the comment lines right above it and beside it."""
+    text = Path(__file__).read_text(encoding="utf-8")
+    comments = {
+        token.start[0]: (token.string.lstrip("# "), token.line.lstrip().startswith("#"))
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type == tokenize.COMMENT
+    }
+    sections, found = {field.type.__name__: field.name for field in dataclasses.fields(Config)}, {}
+    for node in ast.parse(text).body:
+        for item in node.body if isinstance(node, ast.ClassDef) and node.name in sections else ():
+            if not isinstance(item, ast.AnnAssign):
+                continue
+            first = item.lineno
+            while comments.get(first - 1, ("", False))[1]:
+                first -= 1
+            parts = [comments[line][0] for line in range(first, item.end_lineno + 1) if line in comments]
+            found[f"{sections[node.name]}.{item.target.id}"] = " ".join(parts)
+    return found
+
+
+def type_text(kind: type) -> str:
+    """A type as a reader of YAML would name it."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return " | ".join(map(str, args))
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join("null" if arg is type(None) else type_text(arg) for arg in args)
+    if origin is tuple:
+        return f"list of {type_text(args[0])}"
+    return "name: text, …" if origin is dict else {"str": "text"}.get(kind.__name__, kind.__name__)
+
+
+def value_text(value: object) -> str:
+    """A default as YAML would have it."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {text}" for name, text in value.items()) + "}"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(str, value)) + "]"
+    return json.dumps(value) if value is None or value == "" or isinstance(value, bool) else str(value)
+
+
+def describe(wanted: str) -> str:
+    """The options of a section, one option, or all of them (""), as text; ValueError for an unknown name."""
+    told, defaults = meanings(), Config()
+    chosen = [name for name in told if wanted in ("", name, name.split(".")[0])]
+    if not chosen:
+        names = [*told, *(section.name for section in dataclasses.fields(Config))]
+        same = [name for name in told if name.split(".")[1] == wanted.split(".")[-1]]
+        near = same or difflib.get_close_matches(wanted, names, n=3)
+        known = ", ".join(section.name for section in dataclasses.fields(Config))
+        hint = f"did you mean {' or '.join(near)}?" if near else f"sections: {known}"
+        raise ValueError(f"no section or option {wanted!r}: {hint}")
+    lines = []
+    for name in chosen:
+        section, option = name.split(".")
+        options = getattr(defaults, section)
+        kind = typing.get_type_hints(type(options))[option]
+        lines.append(f"{name} = {value_text(getattr(options, option))}    ({type_text(kind)})")
+        lines += textwrap.wrap(told[name], 90, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> int:
+    try:
+        if len(argv) > 1:
+            raise ValueError("give one section or option, such as loss or optim.lr, or none")
+        print(describe(argv[0] if argv else ""))
+    except ValueError as error:
+        print(f"lld.config: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

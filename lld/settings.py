@@ -75,7 +75,8 @@ MAX_YAML_BYTES = 1 << 20
 def _option_like(name: str, section: str | None = None) -> str | None:
     """The `section.option` that `name` may mean.
 
-    An option of that name in any section, one with its initials (learning_rate: lr), or a similar one.
+    An option of that name in any section, one with its initials (learning_rate: lr), in `section` if it
+    has one, or a similar one.
     """
     options = {
         f"{s.name}.{option}": option
@@ -85,11 +86,8 @@ def _option_like(name: str, section: str | None = None) -> str | None:
     initials = "".join(word[:1] for word in name.split("_"))
     close = difflib.get_close_matches(name, options.values(), n=1, cutoff=0.8)
     meant = [full for full, option in options.items() if option == name]
-    meant += [
-        full
-        for full, option in options.items()
-        if option == initials and section in (None, full.partition(".")[0])
-    ]
+    short = [full for full, option in options.items() if option == initials and "_" in name]
+    meant += sorted(short, key=lambda full: full.partition(".")[0] != section)
     return next(iter(meant + [full for full, option in options.items() if option in close]), None)
 
 
@@ -169,7 +167,11 @@ def from_dict(tree: dict) -> Config:
         tree = _over(_preset(tree["loss"].get("preset")), tree)
     for section, values in tree.items():
         if section not in sections:
-            raise ValueError(f"unknown section {section!r}: {nearest(section, sections)}")
+            near = difflib.get_close_matches(str(section), sections)
+            likes = filter(None, map(_option_like, map(str, values if isinstance(values, dict) else ())))
+            like = None if near else next(likes, None)
+            hint = f"did you mean {like}?" if like else nearest(str(section), sections)
+            raise ValueError(f"unknown section {section!r}: {hint}")
         if not isinstance(values, dict):
             raise ValueError(f"section {section!r} = {values!r}: must hold options, one 'name: value' a line")
         kinds = typing.get_type_hints(sections[section])
@@ -262,6 +264,16 @@ def load(path: str, overrides: list[str] = ()) -> Config:
     return with_overrides(read_yaml(path), overrides)
 
 
+def of_run(run_dir: Path, overrides: list[str] = ()) -> Config:
+    """The options of a run's folder, to continue it where it lies now; ValueError if it is not one."""
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        inside = run_dir.absolute().parent.name == "checkpoints" and run_dir.absolute().parents[1]
+        remedy = f"did you mean {inside}?" if inside else "give the folder that holds config.yaml"
+        raise ValueError(f"--resume {run_dir}: no run's folder; {remedy}")
+    return load(path, [f"run.dir={yaml.safe_dump(str(run_dir), default_style=chr(34)).strip()}", *overrides])
+
+
 def with_overrides(tree: dict, overrides: list[str]) -> Config:
     """The checked `Config` of a file's mapping, which is not changed, with overrides applied to it."""
     tree = copy.deepcopy(tree)
@@ -331,3 +343,21 @@ def to_dict(cfg: Config) -> dict:
 def save(cfg: Config, path: str | Path) -> None:
     """Writes all options, defaults included, so that a run's folder says what was run."""
     Path(path).write_text(yaml.safe_dump(to_dict(cfg), sort_keys=False))
+
+
+def show(cfg: Config) -> str:
+    """All options as YAML that `load` reads again; those that differ from their defaults name them."""
+    tree, defaults, lines, num_changed = to_dict(cfg), to_dict(Config()), [], 0
+
+    def flow(value) -> str:
+        text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), sort_keys=False)
+        return text.removesuffix("...\n").strip()
+
+    for section, options in tree.items():
+        lines.append(f"{section}:")
+        for name, value in options.items():
+            line, default = f"  {name}: {flow(value)}", defaults[section][name]
+            changed = value != default
+            lines.append(f"{line:<50}  # default: {flow(default)}" if changed else line)
+            num_changed += changed
+    return "\n".join([f"# {num_changed} options differ from their defaults; those name them", *lines])

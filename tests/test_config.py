@@ -423,6 +423,89 @@ def test_eval_tells_a_mistaken_option_before_it_imports_torch(tmp_path):
     assert "eval.py: unknown option optim.lrr: did you mean 'lr'?" in told.stderr
 
 
+# ---- options told ----
+
+
+def test_every_option_is_explained_without_any_library():
+    """By its default, its type and the comment at its declaration."""
+    told = config.meanings()
+    assert [name for name, text in told.items() if len(text) < 4] == []
+    names = {f"{s}.{name}" for s, kind in SECTIONS.items() for name in typing.get_type_hints(kind)}
+    assert told.keys() == names
+    code = (
+        "import sys; sys.argv = ['lld.config', 'optim']; import runpy\n"
+        "try: runpy.run_module('lld.config', run_name='__main__')\n"
+        "finally: print([m for m in ('torch', 'numpy', 'yaml') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith("\n[]\n"), done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "optim.name = adamw    (adamw | adamw_8bit | adamw_offload)"
+    assert lines[lines.index("optim.lr = 1e-06    (float)") + 1] == "    learning rate after the warm-up"
+    assert "optim.micro_batch_tokens = null    (int or null)" in lines
+
+
+def test_a_part_of_the_options_is_told_and_a_wrong_name_corrected(capsys):
+    assert config.main(["loss.lld_gate"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("loss.lld_gate = action    (") and len(told) == 2
+    for wrong, remedy in {
+        "lr": "did you mean optim.lr?",
+        "loss.lr": "did you mean optim.lr?",
+        "optimm": "did you mean optim",
+        "xyzzy": "sections: run, model",
+    }.items():
+        assert config.main([wrong]) == 2 and remedy in capsys.readouterr().err
+    for options, remedy in {
+        "optim.learning_rate=1": "did you mean optim.lr?",
+        "loss.learning_rate=1": "did you mean optim.lr?",
+        "lr=1": "did you mean optim.lr=1?",
+        "rollout.kl_weight=1": "did you mean loss.kl_weight?",
+        "algorithm.kl_weight=1": "did you mean loss.kl_weight?",
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(remedy)):
+            settings.load(str(ROOT / "configs" / "tiny.yaml"), [options])
+
+
+def test_what_is_shown_is_what_would_run(capsys, tmp_path):
+    tiny = str(ROOT / "configs" / "tiny.yaml")
+    assert train.main(["--config", tiny, "--show", "optim.lr=1e-4"]) == 0
+    shown = capsys.readouterr().out
+    (tmp_path / "shown.yaml").write_text(shown)
+    cfg = settings.load(tiny, ["optim.lr=1e-4"])
+    assert settings.load(str(tmp_path / "shown.yaml")) == cfg
+    marked = [line.split(":")[0].strip() for line in shown.splitlines() if "# default: " in line]
+    assert f"# {len(marked)} options differ" in shown and len(marked) > 20
+    assert re.search(r"^  lr: 0\.0001 +# default: 1\.0e-06$", shown, re.MULTILINE)
+    assert re.search(r"^  clip_low: 0\.2$", shown, re.MULTILINE)
+
+
+def test_a_run_is_resumed_by_its_folder_alone(tmp_path):
+    run_dir = tmp_path / "my: run"
+    run_dir.mkdir()
+    settings.save(
+        settings.load(str(ROOT / "configs" / "tiny.yaml"), ["optim.lr=1e-5"]), run_dir / "config.yaml"
+    )
+
+    def read(*argv):
+        args = train.read_arguments(list(argv))
+        return args.resume, train.read_options(args)
+
+    resume, cfg = read("--resume", str(run_dir), "run.steps=7")
+    assert resume and (cfg.run.dir, cfg.run.steps, cfg.optim.lr) == (str(run_dir), 7, 1e-5)
+    resume, cfg = read("--config", str(ROOT / "configs" / "tiny.yaml"), "--resume", "run.steps=7")
+    assert resume == "" and (cfg.run.dir, cfg.run.steps) == ("runs/tiny", 7)
+    (run_dir / "checkpoints" / "step_000001").mkdir(parents=True)
+    for argv, message in [
+        ([str(run_dir), "--config", "x.yaml"], "leave out --config"),
+        ([str(tmp_path)], "give the folder that holds config.yaml"),
+        ([str(run_dir / "checkpoints" / "step_000001")], f"did you mean {run_dir}?"),
+        ([], "or --resume RUN"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            read("--resume", *argv)
+
+
 # ---- names of metrics ----
 
 

@@ -174,7 +174,7 @@ def refused(capsys, config: Path, *more: str, code: int = 2) -> str:
 def test_a_folder_that_holds_a_run_is_refused(folder, capsys):
     message = refused(capsys, folder / "whole.yaml")
     assert re.search(
-        r"run.dir = .*whole already holds a run: continue it with --resume, or choose another run.dir",
+        r"run.dir = .*whole already holds a run: continue it with --resume .*whole, or choose another",
         message,
     )
 
@@ -183,7 +183,7 @@ def test_a_resumed_run_keeps_its_options(folder, capsys):
     message = refused(capsys, folder / "whole.yaml", "--resume", "optim.lr=0.5")
     assert (
         "--resume: optim.lr was 0.001 and is 0.5 now" in message
-        and f"give `--config {folder}/whole/config.yaml --resume`" in message
+        and f"give `--resume {folder}/whole` alone" in message
     )
 
 

@@ -322,8 +322,8 @@ def check_run_dir(run_dir: Path, cfg: config.Config, resume: bool) -> None:
     if not resume:
         if log.exists():
             raise ValueError(
-                f"run.dir = {run_dir} already holds a run: continue it with --resume, or choose another "
-                "run.dir, or delete the folder"
+                f"run.dir = {run_dir} already holds a run: continue it with --resume {run_dir}, or choose "
+                "another run.dir, or delete the folder"
             )
         return
     if not log.exists():
@@ -345,7 +345,7 @@ def check_run_dir(run_dir: Path, cfg: config.Config, resume: bool) -> None:
             if section != "plan" and f"{section}.{name}" not in settings.RESUMABLE and was != value:
                 raise ValueError(
                     f"--resume: {section}.{name} was {was!r} and is {value!r} now; a resumed run keeps its "
-                    f"options: give `--config {log} --resume`, which has them all (free to change: "
+                    f"options: give `--resume {run_dir}` alone, which takes them all (free to change: "
                     f"{', '.join(settings.RESUMABLE)})"
                 )
 

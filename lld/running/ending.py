@@ -53,7 +53,7 @@ def end_early(run: Run, error: Unplayed | PhaseBegun | NotFinite) -> int:
 
 def stop(run: Run, why: str, code: int) -> int:
     folder = save(run, run.progress.num_steps)
-    how = "continue with --resume"
+    how = f"continue with --resume {run.dir}"
     if code == survive.PHASE and run.recorder.phase == phases.COLLAPSE:
         how = (
             "--resume would go on with a collapsed policy, so start a new run from a checkpoint of before "
@@ -143,7 +143,9 @@ def after_disk(run_dir: Path, gone: bool) -> str:
     left = "There is no checkpoint yet"
     if last:
         left = f"The last good checkpoint is {last}, and it is untouched"
-    again = "continue with --resume" if (run_dir / "config.yaml").exists() else "start the run again"
+    again = (
+        f"continue with --resume {run_dir}" if (run_dir / "config.yaml").exists() else "start the run again"
+    )
     return f"{left}: make room or mend the folder's permissions, then {again}."
 
 
