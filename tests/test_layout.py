@@ -16,7 +16,7 @@ FLOORS = (
     {"record"},
     {"evaluate", "tinyworld"},
     {"running", "report"},
-    {"experiment", "influence", "evaluation", "ask"},
+    {"experiment", "influence", "evaluation", "ask", "share"},
     {"train", "eval", "retriever_server"},
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
