@@ -96,9 +96,9 @@ class Rollout:
     max_episode_tokens: int = 4096
     temperature: float = 1.0  # 0 is greedy
     # The next three cut the distribution of the next token, each by itself, and it is renormalised.
-    top_p: float = 1.0  # to the likeliest ids that together have this probability
-    min_p: float = 0.0  # to ids of at least this share of the largest probability
-    top_k: int = 0  # to this number of likeliest ids; 0 keeps all
+    top_p: float = 1.0  # cut to the likeliest ids that together have this probability
+    min_p: float = 0.0  # cut to ids of at least this share of the largest probability
+    top_k: int = 0  # cut to this number of likeliest ids; 0 keeps all
     # Weights that are sampled with: the trainer's | a copy of them, in every rollout rounded to fewer bits
     # and stored as before (fp8 e4m3 and int8: matrices of the layers, one scale a row); not in evaluations
     weights: Literal[("trainer",) + keys_of("model/coarse", "COARSE")] = "trainer"

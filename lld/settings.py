@@ -178,7 +178,9 @@ def from_dict(tree: dict) -> Config:
         for name in values:
             if name not in kinds:
                 near = difflib.get_close_matches(str(name), kinds)
-                like = None if near else _option_like(str(name), section)
+                like = _option_like(str(name), section)
+                if near and not (like or "").endswith(f".{name}"):  # the very name, of another section
+                    like = None
                 raise ValueError(
                     f"unknown option {section}.{name}: "
                     + (f"did you mean {like}?" if like else nearest(str(name), kinds))
