@@ -394,7 +394,9 @@ def type_text(kind: type) -> str:
         return " or ".join("null" if arg is type(None) else type_text(arg) for arg in args)
     if origin is tuple:
         return f"list of {type_text(args[0])}"
-    return "name: text, …" if origin is dict else {"str": "text"}.get(kind.__name__, kind.__name__)
+    if origin is dict:
+        return f"{{name: {type_text(args[1])}}}"
+    return "text" if kind is str else kind.__name__
 
 
 def value_text(value: object) -> str:

@@ -137,7 +137,9 @@ def recipe(cfg: Config) -> str:
             hidden = section == "plan" or (f"{section}.{name}" in PLACES and value)
             if value != defaults[section][name] and not hidden:
                 chosen.setdefault(section, {})[name] = shorten(value)
-    return yaml.safe_dump(chosen, sort_keys=False, default_flow_style=None, width=100)
+    preset = chosen.get("loss", {}).pop("preset", None)  # its options are among the chosen ones
+    head = f"# loss.preset {preset}, written out\n" if preset else ""
+    return head + yaml.safe_dump(chosen, sort_keys=False, default_flow_style=None, width=100)
 
 
 def shorten(value: object) -> object:
