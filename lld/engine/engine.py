@@ -150,10 +150,7 @@ class Engine:
         self.lm = lm
         self.tokenizer = tokenizer
         self.num_slots = num_slots
-        self.temperature = temperature
-        self.top_p = top_p
-        self.keep_ids = keep_ids
-        self.cut = {"min_p": min_p, "top_k": top_k}
+        self.sampling = (temperature, top_p, keep_ids, min_p, top_k)
         self.stop_strings = stop_strings
         self.eos_ids = frozenset(eos_ids)
         self.may_stop = tokens_that_may_stop(tokenizer, stop_strings)
@@ -388,8 +385,7 @@ class Engine:
         self, sequences: list[Sequence], logits_SV: torch.Tensor, uniforms_S: torch.Tensor
     ) -> list[Stopped]:
         stopped = []
-        how = (self.temperature, self.top_p, self.keep_ids)
-        drawn = sample_tokens(logits_SV, uniforms_S, *how, **self.cut)
+        drawn = sample_tokens(logits_SV, uniforms_S, *self.sampling)
         for sequence, (token, logprob, *kept) in zip(sequences, drawn, strict=True):
             sequence.token_ids.append(token)
             sequence.logprobs.append(logprob)

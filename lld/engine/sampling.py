@@ -13,7 +13,6 @@ def sample_tokens(
     temperature: float,
     top_p: float,
     keep_ids: bool = False,
-    *,
     min_p: float = 0.0,
     top_k: int = 0,
 ) -> list[tuple]:
