@@ -191,7 +191,8 @@ def make_row(rng, step, steps, shift):
         "wrong/second_action": -0.5 - at / 3,
         "wrong/observation_match": at / 2,
     }
-    row |= {f"{name}/{context}": at for name in BY_CONTEXT for context in CONTEXTS} | {"kept_mass": 0.9}
+    row |= {f"{name}/{context}": at for name in BY_CONTEXT for context in CONTEXTS}
+    row |= {"kept_mass": 0.9, "advantage": -at, "drift": at}
     if step % 10 == 0:
         row |= {"sentinel/likelihood": -0.1 - at, "eval/made/em": 0.4 + at / 3}
     return row
@@ -621,7 +622,7 @@ def test_every_view_draws_without_a_console_message(tmp_path, built, view):
         )
         assert dom.count('class="bar-3a"') == 4 * (2 + 1)  # at each of 4 steps, the mixed groups of both runs
     if view == "contexts":  # every name of both runs
-        assert "Missing" not in dom and dom.count('class="line"') == 2 * 3 * (3 + len(BY_CONTEXT))
+        assert "Missing" not in dom and dom.count('class="line"') == 2 * 3 * (3 + 1 + len(BY_CONTEXT))
     if view == "glossary":
         assert all(html.escape(name, quote=False) in dom for name in GLOSSARY)
 

@@ -61,8 +61,8 @@ GLOSSARY = {
     "*/lucky": "the same over the tokens whose episode had read a passage that holds a gold answer",
     "*/unlucky": "the same over the tokens whose episode had read passages, none with a gold answer",
     "entropy/*": (
-        "entropy by class of response: A > 0 (correct), A < 0 (incorrect), A = 0 (neutral); if it rises for "
-        "incorrect responses while it falls for the others, a collapse may have begun"
+        "entropy by class of response: A > 0 (correct), A < 0 (incorrect), A = 0 (neutral); should fall in "
+        "all, and if it rises for incorrect ones look at drift"
     ),
     "grad_norm": "mean gradient norm before clipping over the step's updates",
     "grad_norm_max": "largest gradient norm of the step's updates",
