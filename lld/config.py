@@ -150,7 +150,7 @@ class Loss:
     # Rule for ratio and clip; docs/stabilisers.md lists these and the rules below
     kind: Literal[keys_of("loss", "SURROGATES")] = "grpo"
     # Eq. 1 | official code | Dr. GRPO
-    aggregation: Literal[keys_of("loss", "AGGREGATIONS")] = "sequence_mean"
+    aggregation: Literal[keys_of("weights", "AGGREGATIONS")] = "sequence_mean"
     # Tokens by which aggregation constant divides the sum of a response
     constant_tokens: float = 500.0
     clip_low: float = 0.2  # at negative advantages, ratios below 1 - clip_low get no gradient

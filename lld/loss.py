@@ -1,8 +1,8 @@
-"""Surrogates, KL, penalties, LLDS and its gates as pure tensor functions, (B, T) terms, and their means.
+"""Surrogates, KL, penalties, LLDS and its gates as pure tensor functions: (B, T) terms, unreduced.
 
 Names: r = pi / pi_old of a token, A the advantage of its response, sg stops a gradient. Each method is one
 function with its formula and source, and one entry of a literal table, from which an option chooses it.
-Weights of the policy terms are in lld/weights.py, advantages in lld/advantages.py. docs/stabilisers.md lists
+Weights and means are in lld/weights.py, advantages in lld/advantages.py. docs/stabilisers.md lists
 all methods. "Paper" is arXiv 2512.04220v2, "official code"
 vengdeng/LLDS-On-Group-Relative-Policy-Optimization-Collapse-in-Search-R1.
 """
@@ -160,33 +160,6 @@ def surrogate_terms(t: Tokens, options: Loss) -> torch.Tensor:
     if options.kind not in SURROGATES:
         raise ValueError(f"loss.kind = {options.kind!r}: must be one of {', '.join(map(repr, SURROGATES))}")
     return torch.where(t.mask_BT, SURROGATES[options.kind](t, options), 0.0)
-
-
-# ---- aggregation: a row's share of the loss of an optimizer step
-
-
-def sequence_mean(sums_B, lengths_B, counts: dict[str, int], options: Loss) -> torch.Tensor:
-    """Mean over the rows of the mean over a row's tokens (paper, Eq. 1; GRPO, GSPO)."""
-    return sums_B / lengths_B.clamp(min=1) / max(1, counts["rows"])
-
-
-def token_mean(sums_B, lengths_B, counts: dict[str, int], options: Loss) -> torch.Tensor:
-    """Mean over all tokens of the step (official code; DAPO, arXiv 2503.14476)."""
-    return sums_B / max(1, counts["tokens"])
-
-
-def constant(sums_B, lengths_B, counts: dict[str, int], options: Loss) -> torch.Tensor:
-    """Sum over a row's tokens / constant_tokens, mean over the rows (Dr. GRPO, arXiv 2503.20783)."""
-    return sums_B / (max(1, counts["rows"]) * options.constant_tokens)
-
-
-# The values of loss.aggregation: sums of a row's terms (B,), numbers of its tokens (B,), numbers of rows and
-# tokens of the whole optimizer step, and options -> (B,) shares of the loss.
-AGGREGATIONS = {
-    "sequence_mean": sequence_mean,
-    "token_mean": token_mean,
-    "constant": constant,
-}
 
 
 # ---- KL and penalties: terms beside the policy gradient

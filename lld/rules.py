@@ -83,6 +83,7 @@ NOT_NEGATIVE = (
     "monitor.trajectories_every",
     "monitor.crash_box",
 )
+CLIP_KINDS = ("grpo", "gspo", "dual_clip", "gmpo", "cispo")  # values of loss.kind that read the clip's bounds
 SHARES = ("high_entropy", "clip_cov", "kl_cov")  # rules of the loss whose number is a share of the tokens
 MAX_SEED = 2**32 - 1  # the largest seed of numpy's generator
 AT_MOST = {"run.seed": MAX_SEED, "tinyworld.seed": MAX_SEED, "run.watchdog_s": 1e7}
@@ -261,7 +262,7 @@ def check_surrogate(cfg: Config) -> None:
     loss, advantage = cfg.loss, cfg.advantage
     kind, taus = f"loss.kind = {loss.kind!r}", ["loss.sapo_tau_positive", "loss.sapo_tau_negative"]
     bounds = ["loss.clip_low", "loss.clip_high"]
-    refuse_unread(cfg, bounds, loss.kind in ("sapo", "unclipped"), kind)
+    refuse_unread(cfg, bounds, loss.kind not in CLIP_KINDS, kind)
     refuse_unread(cfg, ["loss.clip_dual"], loss.kind != "dual_clip", kind)
     refuse_unread(cfg, taus, loss.kind != "sapo", kind)
     mean = f"loss.aggregation = {loss.aggregation!r}"

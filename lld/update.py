@@ -192,7 +192,7 @@ def loss_of(
         terms_BT = terms_BT + terms[name]
     if options.entropy_weight > 0:
         terms_BT = terms_BT - options.entropy_weight * entropy_BT * mask_BT
-    aggregate = loss.AGGREGATIONS[options.aggregation]
+    aggregate = weights.AGGREGATIONS[options.aggregation]
     row_losses_B = aggregate(terms_BT.sum(1), mask_BT.sum(1), counts, options)
     if options.lld_weight > 0:
         terms["lld"] = weighted_lld_terms(micro, action_ids_BT, logprobs_BT, anchor_BT, beta, options)

@@ -1,4 +1,4 @@
-"""How much each token counts in the policy terms.
+"""How much each token counts: weights of the policy terms, and the means over tokens and responses.
 
 A weight multiplies a token's policy-gradient term and nothing else: KL, entropy, penalties and LLDS stay as
 they are, and so do the denominators. Each rule is one function with its formula and source, and one entry of
@@ -122,4 +122,31 @@ WEIGHTS = {
     "high_entropy": high_entropy,
     "clip_cov": clip_cov,
     "nthr": nthr,
+}
+
+
+# ---- aggregation: a row's share of the loss of an optimizer step
+
+
+def sequence_mean(sums_B, lengths_B, counts: dict[str, int], options: Loss) -> torch.Tensor:
+    """Mean over the rows of the mean over a row's tokens (paper, Eq. 1; GRPO, GSPO)."""
+    return sums_B / lengths_B.clamp(min=1) / max(1, counts["rows"])
+
+
+def token_mean(sums_B, lengths_B, counts: dict[str, int], options: Loss) -> torch.Tensor:
+    """Mean over all tokens of the step (official code; DAPO, arXiv 2503.14476)."""
+    return sums_B / max(1, counts["tokens"])
+
+
+def constant(sums_B, lengths_B, counts: dict[str, int], options: Loss) -> torch.Tensor:
+    """Sum over a row's tokens / constant_tokens, mean over the rows (Dr. GRPO, arXiv 2503.20783)."""
+    return sums_B / (max(1, counts["rows"]) * options.constant_tokens)
+
+
+# The values of loss.aggregation: sums of a row's terms (B,), numbers of its tokens (B,), numbers of rows and
+# tokens of the whole optimizer step, and options -> (B,) shares of the loss.
+AGGREGATIONS = {
+    "sequence_mean": sequence_mean,
+    "token_mean": token_mean,
+    "constant": constant,
 }

@@ -16,12 +16,12 @@ from test_loss import assert_same, cells, ragged, stack, value_and_gradient
 from lld import loss, selection, settings, weights
 from lld.config import Loss
 from lld.episode import Episode, Question, collate
-from lld.loss import AGGREGATIONS, SURROGATES, Tokens, surrogate_terms
+from lld.loss import SURROGATES, Tokens, surrogate_terms
 from lld.running import playing
 from lld.running.dry_row import check_names
 from lld.selection import chosen_by_step, trained_rows
 from lld.update import loss_of, minibatch_counts
-from lld.weights import CORRECTIONS, correction_weights
+from lld.weights import AGGREGATIONS, CORRECTIONS, correction_weights
 
 ADVANTAGES_PG = torch.tensor([[1.0, -0.5, -0.5], [0.0, 0.0, 0.0], [1.1, 0.1, -1.2], [-1.0, 0.5, 0.5]])
 

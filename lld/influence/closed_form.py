@@ -36,7 +36,6 @@ from lld.data import load_questions, questions_of_step
 from lld.episode import Batch, Episode, Question, collate, searches_of
 from lld.evaluation.options import options_of
 from lld.influence.view import compare, draw, print_case, print_conclusion, print_summary, readable
-from lld.loss import AGGREGATIONS
 from lld.model.folder import check_folder
 from lld.model.lm_head import token_scores
 from lld.model.load import check_fit, load_lm, load_tokenizer
@@ -51,6 +50,7 @@ from lld.running import checkpoint
 from lld.running.sharding import asked
 from lld.tools import RetrieverError, Search
 from lld.update import loss_of, minibatch_counts, score_batch, trained_temperature, update_policy
+from lld.weights import AGGREGATIONS
 
 CHUNK = 256  # tokens whose residuals over the vocabulary are in memory at once, twice
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}

@@ -16,6 +16,7 @@ from lld.protocol import PARTS
 from lld.record import contexts
 from lld.record.means import CLASSES, class_of, means
 from lld.reward import exact_match
+from lld.rules import CLIP_KINDS
 from lld.update import Scores
 
 QUANTILES = (0.05, 0.5, 0.95)
@@ -156,7 +157,7 @@ def clip_bounds(options) -> tuple[float, float]:
     """Ratios below the first (where A < 0) and above the second (where A > 0) have no gradient."""
     if options.kind == "gmpo":
         return math.exp(-options.clip_low), math.exp(options.clip_high)
-    if options.kind in ("cispo", "sapo", "unclipped"):
+    if options.kind not in CLIP_KINDS or options.kind == "cispo":
         return 0.0, math.inf
     return 1 - options.clip_low, 1 + options.clip_high
 
