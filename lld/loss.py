@@ -9,6 +9,7 @@ vengdeng/LLDS-On-Group-Relative-Policy-Optimization-Collapse-in-Search-R1.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -143,6 +144,17 @@ def sapo(t: Tokens, options: Loss) -> torch.Tensor:
     return -gate_BT * t.advantages_B1
 
 
+def vespo(t: Tokens, options: Loss) -> torch.Tensor:
+    """-sg(W^k e^(l (1 - W))) A log pi, W = product of the row's r: VESPO (arXiv 2602.10693).
+
+    k, l = 2, 3 where A >= 0, else 3, 2; W is kept within 1e-8 and e^20. The factor is 1 at W = 1.
+    """
+    log_w_B1 = t.log_ratio_BT.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).sum(dim=1, keepdim=True)
+    log_w_B1 = log_w_B1.clamp(math.log(1e-8), MAX_LOG_RATIO)
+    k_B1, l_B1 = (torch.where(t.advantages_B1 >= 0, *pair) for pair in ((2.0, 3.0), (3.0, 2.0)))
+    return -(k_B1 * log_w_B1 + l_B1 * (1 - log_w_B1.exp())).exp() * t.advantages_B1 * t.logprobs_BT
+
+
 # The values of loss.kind: tokens and options -> (B, T) terms; outside the mask anything.
 SURROGATES = {
     "grpo": grpo,
@@ -152,6 +164,7 @@ SURROGATES = {
     "cispo": cispo,
     "sapo": sapo,
     "unclipped": unclipped,
+    "vespo": vespo,
 }
 
 

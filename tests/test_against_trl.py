@@ -38,6 +38,18 @@ CASES = {
         {"kind": "sapo"},
         {"loss_type": "sapo", "args": {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}},
     ),
+    "VESPO": (
+        {"kind": "vespo", "aggregation": "token_mean"},
+        {
+            "loss_type": "vespo",
+            "args": {
+                "vespo_k_pos": 2.0,
+                "vespo_lambda_pos": 3.0,
+                "vespo_k_neg": 3.0,
+                "vespo_lambda_neg": 2.0,
+            },
+        },
+    ),
     "dual clip": ({"kind": "dual_clip", "clip_dual": 1.4}, {"args": {"delta": 1.4}}),
     "k3 KL": ({"kl_weight": 0.1}, {"beta": 0.1}),
     "unbiased KL": (
@@ -115,6 +127,7 @@ def theirs(changes, seed):
         | changes
         | {"args": SimpleNamespace(**arguments | changes.get("args", {}))}
     )
+    trainer.get_gamma_weights = GRPOTrainer.get_gamma_weights
     trainer.get_off_policy_mask = GRPOTrainer.get_off_policy_mask
     trainer.get_high_entropy_mask = GRPOTrainer.get_high_entropy_mask.__get__(trainer)
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (leaf_BT, entropies_BT, None)

@@ -38,9 +38,12 @@ def close(found, wanted):
 # ---- surrogates; "grpo" and "gspo" are in tests/test_loss.py
 
 
-def naive_term(x, old, mean_clipped, A, kind, o):
-    """The term of one token, x its log pi with a gradient."""
+def naive_term(x, old, mean_clipped, product, A, kind, o):
+    """The term of one token, x its log pi with a gradient; `product` of its row's ratios."""
     ratio = torch.exp(x - old)
+    if kind == "vespo":
+        k, decay = (2, 3) if A >= 0 else (3, 2)
+        return -(product**k) * math.exp(decay - decay * product) * A * x
     if kind == "unclipped":
         return -ratio * A
     if kind == "dual_clip":
@@ -69,11 +72,12 @@ def test_surrogates_agree_with_a_loop(kind):
             for b in range(x.shape[0]):
                 A, written = advantages_B[b].item(), [t for t in range(x.shape[1]) if ids_BT[b, t]]
                 logs = [(x[b, t] - old_BT[b, t]).item() for t in written]
+                product = math.exp(sum(logs))
                 logs = [min(v, options.clip_high) if A > 0 else max(v, -options.clip_low) for v in logs]
                 mean = sum(logs) / max(1, len(logs))
                 row = [x.new_zeros(()) for _ in range(x.shape[1])]
                 for t in written:
-                    row[t] = naive_term(x[b, t], old_BT[b, t].item(), mean, A, kind, options)
+                    row[t] = naive_term(x[b, t], old_BT[b, t].item(), mean, product, A, kind, options)
                 rows.append(row)
             return stack(rows)
 
@@ -127,6 +131,20 @@ def test_gmpo_by_hand():
     value_BT, gradient_BT = value_and_gradient(terms, logprobs_BT)
     close(value_BT, [[-1.221403] * 3, [1.262802] * 3])
     close(gradient_BT, [[0.0, -1.221403, -1.221403], [1.262802] * 3])
+
+
+def test_vespo_by_hand():
+    # W = 4 * .5 = 2: 4 e^-3 = .199148 for A = 1, 8 e^-2 = 1.082682 for A = -1; log pi -1 and -2
+    logprobs_BT = torch.tensor([[-1.0, -2.0]] * 2, dtype=torch.float64)
+    old_BT = logprobs_BT - torch.tensor([4.0, 0.5], dtype=torch.float64).log()
+
+    def terms(x):
+        advantages_B = torch.tensor([1.0, -1.0], dtype=torch.float64)
+        return surrogate_terms(Tokens.of(x, old_BT, advantages_B, torch.ones(2, 2)), Loss(kind="vespo"))
+
+    value_BT, gradient_BT = value_and_gradient(terms, logprobs_BT)
+    close(value_BT, [[0.199148, 0.398297], [-1.082682, -2.165365]])
+    close(gradient_BT, [[-0.199148] * 2, [1.082682] * 2])
 
 
 def test_the_row_mean_of_gmpo_is_the_geometric_mean_and_has_its_gradient():
