@@ -5,6 +5,7 @@ import torch
 import transformers
 from conftest import make_lm
 
+from lld.engine import sampling
 from lld.engine.decoder import SlotCache, grown, linear
 from lld.engine.engine import Engine
 from lld.engine.graphs import DecodeGraphs, bucket
@@ -404,6 +405,27 @@ def test_a_cache_grows_no_further_than_the_longest_sequence(lm):
         sizes += [cache.room] * (cache.room not in sizes)
     assert sizes == [256, 512, 768, 1280, 2048, 3072, 4096]
     assert grown(3072, 3073) == 4608 and grown(3072, 5000, 4096) == 5120  # unknown, and exceeded
+
+
+@pytest.mark.parametrize("vocabulary", [100, 574, 3000])
+def test_a_row_is_cut_alike_whatever_was_sorted_first_and_whoever_is_beside_it(monkeypatch, vocabulary):
+    generator = torch.Generator().manual_seed(0)
+    # From near-deterministic rows to flat ones, whose nucleus no sorted part holds.
+    logits = torch.randn(40, vocabulary, generator=generator) * torch.linspace(6, 0.01, 40)[:, None]
+    uniforms = torch.rand(40, dtype=torch.float64, generator=generator)
+    drawn = sample_tokens(logits, uniforms, 1.0, 0.9, keep_ids=True)
+    assert min(len(ids) for _, _, ids in drawn) < 20 and (
+        max(len(ids) for _, _, ids in drawn) > 0.8 * vocabulary
+    )
+    alone = [
+        sample_tokens(logits[i : i + 1], uniforms[i : i + 1], 1.0, 0.9, keep_ids=True)[0] for i in range(40)
+    ]
+    monkeypatch.setattr(sampling, "FEW", 10**6)  # everything at once
+    whole = sample_tokens(logits, uniforms, 1.0, 0.9, keep_ids=True)
+    for one, *others in zip(drawn, alone, whole, strict=True):
+        for other in others:
+            assert one[:2] == other[:2] and torch.equal(one[2], other[2])
+    assert [row[:2] for row in drawn] == sample_tokens(logits, uniforms, 1.0, 0.9)
 
 
 def test_the_search_ends_at_the_last_token_with_a_probability():

@@ -3,6 +3,7 @@
 import torch
 
 TOP = 1024  # top-p sorts this many tokens of a row, and all of them if the nucleus is larger
+FEW = 128  # sorted before that on a CPU, where trying again costs no synchronisation
 BLOCK = 512  # tokens summed at once when a long row is searched
 BELOW = 1 - 2**-53  # a positive float64 times this is smaller than before
 
@@ -37,16 +38,27 @@ def sample_tokens(
         logits_SV = logits_SV / temperature
     if top_p == 1 and min_p == 0 and top_k == 0:
         return _to_host(*_invert_cdf(logits_SV, uniforms_S))
-    for num_sorted in (TOP, logits_SV.shape[-1]):
-        num_sorted = min(num_sorted, logits_SV.shape[-1])
-        nucleus_SV, order_SK, kept_SK = _nucleus(logits_SV, num_sorted, top_p, min_p, top_k)
-        drawn = _to_host(*_invert_cdf(nucleus_SV, uniforms_S), kept_SK[:, -1:])
-        if not any(cut for _, _, cut in drawn):
+    return _sample_cut(logits_SV, uniforms_S, (top_p, min_p, top_k), keep_ids)
+
+
+def _sample_cut(
+    logits_SV: torch.Tensor, uniforms_S: torch.Tensor, cut: tuple[float, float, int], keep_ids: bool
+) -> list[tuple]:
+    """`sample_tokens` with `cut` = (top_p, min_p, top_k); rows that keep all of what was sorted go again."""
+    drawn, rows, V = {}, list(range(len(logits_SV))), logits_SV.shape[-1]
+    for num_sorted in (TOP, V) if logits_SV.is_cuda else (FEW, TOP, V):
+        nucleus_SV, order_SK, kept_SK = _nucleus(logits_SV, min(num_sorted, V), *cut)
+        some = _to_host(*_invert_cdf(nucleus_SV, uniforms_S), kept_SK[:, -1:])
+        for row, (token, logprob, _) in zip(rows, some, strict=True):
+            drawn[row] = (token, logprob)
+        if keep_ids:
+            ids_S = order_SK[kept_SK].int().cpu().split(kept_SK.sum(1).tolist())
+            drawn |= {row: (*drawn[row], ids) for row, ids in zip(rows, ids_S, strict=True)}
+        more = [place for place, (_, _, is_more) in enumerate(some) if is_more]
+        if not more or num_sorted >= V:
             break
-    if not keep_ids:
-        return [(token, logprob) for token, logprob, _ in drawn]
-    ids_S = order_SK[kept_SK].int().cpu().split(kept_SK.sum(1).tolist())
-    return [(token, logprob, ids) for (token, logprob, _), ids in zip(drawn, ids_S, strict=True)]
+        rows, logits_SV, uniforms_S = [rows[place] for place in more], logits_SV[more], uniforms_S[more]
+    return [drawn[row] for row in range(len(drawn))]
 
 
 def _to_host(token_S1: torch.Tensor, *columns_S1: torch.Tensor) -> list[tuple]:

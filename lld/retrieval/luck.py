@@ -7,6 +7,7 @@ an unlucky episode from a lucky one.
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from lld.reward import gold_in_results
 from lld.tools import Passage
@@ -37,4 +38,5 @@ class Luck:
         Fewer than `topk` passages only where nearly all of the corpus holds a gold answer.
         """
         [drawn] = self.draw([f"{seed}/{turn} {query}"], self.topk + SPARE)
-        return [p for p in drawn if not gold_in_results(golden_answers, [p.contents])][: self.topk]
+        without_gold = (p for p in drawn if not gold_in_results(golden_answers, [p.contents]))
+        return list(islice(without_gold, self.topk))
