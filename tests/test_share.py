@@ -19,6 +19,8 @@ from lld import settings
 from lld.episode import Question
 from lld.evaluate import evaluate_questions
 from lld.files import fingerprint
+from lld.model.folder import check_folder
+from lld.share import card
 from lld.share import upload as command
 from lld.share.usage import loading_code
 from lld.tools import Passage
@@ -53,19 +55,31 @@ def test_a_dry_run_leaves_what_would_be_uploaded(run_dir, tmp_path, capsys):
     out = run_dir / "share"
     names = {path.name for path in out.iterdir()}
     assert {"README.md", "figure.png", "config.json", "model.safetensors", "tokenizer.json"} <= names
+    with pytest.raises(ValueError, match="did you mean .*mine/checkpoints/step_000002"):
+        check_folder(str(run_dir), "--ckpt")  # and not the folder just made
     assert not names & {"trainer_state.pt", "manifest.json", "eval"}
     assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {0o644}
-    card = (out / "README.md").read_text()
-    front = yaml.safe_load(card.split("---\n")[1])
+    text = (out / "README.md").read_text()
+    front = yaml.safe_load(text.split("---\n")[1])
     assert front["datasets"] == ["org/questions"] and front["base_model"] == "Qwen/Qwen2.5-3B"
     assert "lld" in front["tags"] and front["library_name"] == "transformers"
-    assert "nq 0.250" in card and "abc123" in card and "GRPO + LLDS" in card and "for 2 rollout steps" in card
+    assert "nq 0.250" in text and "abc123" in text and "GRPO + LLDS" in text and "for 2 rollout steps" in text
     # Neither names nor folders of the machine that trained it
-    assert str(tmp_path.parent) not in card and str(run_dir) not in card and "secret-host" not in card
-    recipe = yaml.safe_load(re.search(r"```yaml\n(.*?)```", card, re.DOTALL)[1])
+    assert str(tmp_path.parent) not in text and str(run_dir) not in text and "secret-host" not in text
+    recipe = yaml.safe_load(re.search(r"```yaml\n(.*?)```", text, re.DOTALL)[1])
     assert recipe["optim"] == {"lr": 3e-5} and recipe["retriever"]["corpus"].endswith("/corpus.jsonl")
     cfg = settings.from_dict(recipe)
     assert (cfg.run.steps, cfg.retriever.url, cfg.rollout.max_new_tokens) == (2, None, 8)
+
+
+def test_a_card_of_adapters_says_what_opens_them(run_dir, tmp_path):
+    shutil.copytree(run_dir / "checkpoints" / "step_000002", tmp_path / "step_000002")
+    (tmp_path / "step_000002" / "adapter_config.json").write_text("{}")
+    cfg = settings.load(str(run_dir / "config.yaml"))
+    text = card.write_card("org/agent", tmp_path / "step_000002", run_dir, cfg)
+    assert yaml.safe_load(text.split("---\n")[1])["library_name"] == "peft"
+    assert "`pip install peft`" in text and "`merge_and_unload`" in text
+    assert not card.on_hub("./here/model") and not card.on_hub("a/b/c") and card.on_hub("Qwen/Qwen2.5-3B")
 
 
 def test_scores_come_with_intervals(run_dir):
@@ -117,15 +131,15 @@ def test_the_cards_code_plays_the_episode_that_lld_plays(world, run_dir):  # noq
     ckpt = run_dir / "checkpoints" / "step_000002"
     code, vllm = loading_code(str(ckpt), ckpt, cfg)
     compile(vllm, "vllm", "exec")  # not installed here
-    card = {}
-    exec(code, card)
+    names = {}
+    exec(code, names)
     texts = ["question of kind alpha", "question of kind beta?", "question of kind gamma"]
     questions = [Question(str(i), text, (), "") for i, text in enumerate(texts)]
     records = evaluate_questions(engine, tokenizer, questions, find, cfg, seed=0)
     queries, asked[:] = list(asked), []
-    write, turns = card["write"], []
-    card["write"] = lambda ids: turns.append(write(ids)) or turns[-1]
-    assert [card["ask"](text, search) for text in texts] == [record["answer"] for record in records]
+    write, turns = names["write"], []
+    names["write"] = lambda ids: turns.append(write(ids)) or turns[-1]
+    assert [names["ask"](text, search) for text in texts] == [record["answer"] for record in records]
     assert asked == queries == ["ada"]
     assert [tokenizer.decode(turn) for turn in turns] == [t["text"] for r in records for t in r["turns"]]
 

@@ -24,7 +24,7 @@ def check_folder(where: str, option: str, hub: bool = True) -> None:
     if described(path):
         return
     if path.is_dir():
-        inside = sorted(described(path, "*/") + described(path, "*/*/"))
+        inside = described(path, "checkpoints/*/") or sorted(described(path, "*/") + described(path, "*/*/"))
         remedy = f"did you mean {inside[-1]}?" if inside else "give a folder that from_pretrained opens"
         raise ValueError(f"{option} {where}: no config.json in it; {remedy}")
     there = [found.name for found in described(path.parent, "step_*/")]

@@ -32,7 +32,7 @@ It needs a search engine of your own, at best over the passages it was trained w
 ```python
 {code}```
 
-`ask("Who wrote Emma?", search)` then returns the answer. With vLLM the part up to `write` is:
+`ask("Who wrote Emma?", search)` then returns the answer. With vLLM{merge} the part up to `write` is:
 
 ```python
 {vllm}```
@@ -76,6 +76,7 @@ def write_card(name: str, ckpt: Path, run_dir: Path, cfg: Config) -> str:
         figure=figure if (run_dir / "figure.png").is_file() else "",
         scores=describe_scores(ckpt, run_dir, steps.get("num_steps")),
         peft=" (and `pip install peft`: the files are adapters of the base model)" if adapters else "",
+        merge=" (after merging the adapters: peft's `merge_and_unload`)" if adapters else "",
         code=code,
         vllm=vllm,
         recipe=recipe(cfg),
