@@ -53,6 +53,12 @@ class Run:
     watchdog_s: float = 1800.0
     # Trackers of accelerate: "tensorboard", "wandb", …
     trackers: tuple[str, ...] = ()
+    # Their project; of TensorBoard the folder in run.dir
+    tracker_project: str = "lld"
+    # Of Weights & Biases: the run's name (null: run.dir's last part), its group and its tags
+    tracker_name: str | None = None
+    tracker_group: str | None = None
+    tracker_tags: tuple[str, ...] = ()
     # Use deterministic kernels (slower on a GPU); warn about operations that have none
     deterministic: bool = False
 

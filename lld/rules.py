@@ -110,6 +110,7 @@ def check_name(name: str, where: str) -> None:
 def validate(cfg: Config) -> None:
     """Raises ValueError for a value out of range and for a combination of options without effect."""
     check_ranges(cfg)
+    check_trackers(cfg)
     check_sampling(cfg)
     check_sampler(cfg)
     check_budgets(cfg)
@@ -153,6 +154,14 @@ def check_ranges(cfg: Config) -> None:
             raise ValueError(f"{name} = {value}: must be at most {most:g}")
     if not cfg.run.dir:
         raise ValueError("run.dir is empty: name the folder that is to receive what the run writes")
+
+
+def check_trackers(cfg: Config) -> None:
+    run = cfg.run
+    check_name(run.tracker_project, "run.tracker_project")
+    refuse_unread(cfg, ["run.tracker_project"], not run.trackers, "run.trackers = []")
+    names = ["run.tracker_name", "run.tracker_group", "run.tracker_tags"]
+    refuse_unread(cfg, names, "wandb" not in run.trackers, "run.trackers without 'wandb', which reads it")
 
 
 def check_sampling(cfg: Config) -> None:

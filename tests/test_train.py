@@ -22,7 +22,7 @@ from conftest import ROOT
 import train
 from lld import reward, update
 from lld.record import metrics, phases
-from lld.running import checkpoint, evaluating, recording, setup
+from lld.running import checkpoint, evaluating, recording, trackers
 from lld.tools import RetrieverError
 
 STEPS = 6
@@ -191,7 +191,7 @@ def test_a_resumed_run_keeps_its_options(folder, capsys):
     "name, remedy", [("mlflow", "pip install mlflow"), ("tensorbord", "accelerate knows aim, ")]
 )
 def test_a_tracker_that_would_be_left_out_is_refused(folder, capsys, monkeypatch, name, remedy):
-    monkeypatch.setattr(setup, "get_available_trackers", list)
+    monkeypatch.setattr(trackers, "get_available_trackers", list)
     message = refused(capsys, folder / "whole.yaml", f"run.trackers=[{name}]", f"run.dir={folder}/tracked")
     assert (
         f"run.trackers names {name!r}" in message and remedy in message and not (folder / "tracked").exists()

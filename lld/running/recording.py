@@ -10,7 +10,7 @@ from tqdm import tqdm
 from lld.episode import Batch, Episode
 from lld.loss import answer_beta
 from lld.record import metrics, monitor, phases, runs, sentinel, trajectories
-from lld.running import checkpoint, lora, sharding
+from lld.running import checkpoint, lora, sharding, trackers
 from lld.running.run import Run
 from lld.running.saving import best_of, trainer_state
 from lld.update import Scores, learning_rate, score_batch
@@ -94,6 +94,7 @@ def write_trajectories(
             run.tokenizer, step, episodes, batch, scores, rewards, rows, tolerance
         )
         trajectories.write(run.dir / "trajectories" / f"step_{step:06d}.jsonl", records)
+        trackers.log_trajectories(run, step, records)
     run.clock.lap("monitor")
 
 
@@ -169,7 +170,10 @@ def tell_scores(run: Run, rows: list[dict]) -> None:
     """Prints a line about the last evaluation of these rows, and draws the report from the log so far."""
     log, cfg = run.dir / "metrics.jsonl", run.cfg
     options = {"eval.at_start": cfg.eval.at_start, "eval.every": cfg.eval.every, "run.steps": cfg.run.steps}
-    report = f"; {draw_report([run.dir], run.dir)}" if log.exists() else ""
+    report = ""
+    if log.exists():
+        report = f"; {draw_report([run.dir], run.dir)}"
+        trackers.log_figure(run, rows[-1]["step"])
     tqdm.write(f"held-out {runs.describe_scores(rows, options)}{report}")
 
 

@@ -3,18 +3,16 @@
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, set_seed
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from lld import protocol, settings
+from lld import protocol
 from lld.config import Config, Model
 from lld.data import load_benchmark, load_questions
 from lld.episode import Batch, Question
@@ -37,6 +35,7 @@ from lld.running import (
     provenance,
     recording,
     sharding,
+    trackers,
 )
 from lld.running.run import Models, Progress, Recorder, Run
 from lld.running.survive import PATIENCE, Guard
@@ -49,7 +48,7 @@ def open_run(guard: Guard, cfg: Config, resume: bool, box: Path | None = None) -
     retriever does not answer.
     """
     sharding.check_launch()
-    check_trackers(cfg.run.trackers)
+    trackers.check(cfg.run.trackers)
     check_own_reward(cfg.reward)
     dry_row.check_names(cfg)
     accelerator = open_accelerator(cfg)
@@ -87,24 +86,6 @@ def open_run(guard: Guard, cfg: Config, resume: bool, box: Path | None = None) -
     if cfg.monitor.crash_box:
         run.recorder.recent = crashbox.Recent(cfg.monitor.crash_box)
     return run
-
-
-def check_trackers(names: Sequence[str]) -> None:
-    """Raises ValueError for a tracker that accelerate does not know or whose package is not installed.
-
-    Accelerate would skip the latter.
-    """
-    installed = [tracker.value for tracker in get_available_trackers()]
-    for name in names:
-        if name not in LOGGER_TYPE_TO_CLASS:
-            raise ValueError(
-                f"run.trackers names {name!r}: accelerate knows {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}"
-            )
-        if name not in installed:
-            raise ValueError(
-                f"run.trackers names {name!r}, which is not installed: pip install "
-                f"{name.replace('_', '-')}, or drop it from run.trackers"
-            )
 
 
 def open_accelerator(cfg: Config) -> Accelerator:
@@ -277,14 +258,7 @@ def begin_session(run: Run, inputs: dict[str, str]) -> None:
             f"run.dir = {run.dir}: process {accelerator.process_index} does not see what the main process "
             "wrote there; choose a folder that all machines share"
         )
-    if cfg.run.trackers:
-        options = {
-            f"{section}.{name}": str(value)
-            for section, values in settings.to_dict(cfg).items()
-            for name, value in values.items()
-        }
-        wandb = {"name": run.dir.name, "dir": str(run.dir)}
-        accelerator.init_trackers("lld", config=options, init_kwargs={"wandb": wandb})
+    trackers.begin(run)
 
 
 def expected_shapes(options: Model) -> dict[str, torch.Tensor]:
