@@ -67,6 +67,7 @@ def test_every_recipe_names_its_row_and_the_average_that_the_paper_gives():
         ), first
     named = recipes().keys() | {"tiny", "7b-one-gpu", "3b-instruct-v1", "3b-instruct-code"}
     named |= {"collapse", "collapse-topp1", "collapse-kept", "collapse-llds"}
+    named |= {"0.5b", "1.5b", "3b-lora"}
     assert {path.stem for path in YAMLS} == named
 
 

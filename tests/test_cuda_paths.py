@@ -210,11 +210,11 @@ def test_the_rotary_frequencies_of_an_evaluation_stay_float32(quick):
 
 @pytest.fixture(scope="module")
 def whole(folder):
-    return run_checks(folder, "offloading", "float32")
+    return run_checks(folder, "offloading", "float32", "adapting")
 
 
 @pytest.mark.whole_runs
-@pytest.mark.parametrize("name", ["offloading", "float32"])
+@pytest.mark.parametrize("name", ["offloading", "float32", "adapting"])
 def test_a_whole_run_trains_and_resumes(whole, name):
     found = result(whole, name)
     assert found["codes"] == [0, 0] and [row["step"] for row in found["rows"]] == [0, 1]

@@ -13,11 +13,46 @@ from conftest import ROOT, make_lm
 import train
 from lld import config, settings
 from lld.engine import engine
-from lld.model import attention
+from lld.model import adapters, attention
 from lld.running import plan
 
 YAMLS = sorted((ROOT / "configs").glob("*.yaml"))
 ON_8 = ["plan.gpus=8", "plan.gpu_memory_gb=80", "plan.shard=fsdp"]
+ON_1 = ["plan.gpus=1", "plan.gpu_memory_gb=80", "plan.shard=none"]
+GPUS = {  # GB -> name, figures of the maker for bf16 without sparsity
+    24: ("RTX 4090", ["plan.gpu_memory_gb=24", "plan.tflops=165", "plan.bandwidth_gb_s=1008"]),
+    40: ("A100", ["plan.gpu_memory_gb=40", "plan.tflops=312", "plan.bandwidth_gb_s=1555"]),
+    80: ("H100", ["plan.gpu_memory_gb=80", "plan.tflops=989", "plan.bandwidth_gb_s=3350"]),
+}
+WIDE, WIDER, WIDEST = (
+    [f"rollout.num_slots={slots}", f"optim.micro_batch_tokens={tokens}"]
+    for slots, tokens in ((128, 16384), (256, 32768), (512, 65536))
+)
+NEEDS = [  # rows of the table in docs/memory.md: config, number of GPUs, their GB, options
+    ("0.5b", 1, 24, []),
+    ("0.5b", 1, 40, WIDER),
+    ("0.5b", 1, 80, WIDEST),
+    ("1.5b", 1, 24, ["optim.name=adamw_offload", "rollout.num_slots=64"]),
+    ("1.5b", 1, 40, []),
+    ("1.5b", 1, 80, ["optim.name=adamw", *WIDER]),
+    ("3b-lora", 1, 24, []),
+    ("3b-lora", 1, 40, WIDE),
+    ("3b-lora", 1, 80, WIDER),
+    ("7b-one-gpu", 1, 80, []),
+    ("3b", 4, 80, []),
+    ("3b", 8, 80, []),
+    ("llama3b", 8, 80, []),
+    ("7b", 8, 80, []),
+]
+# The index that the configs of one GPU name: ivf-pq of 21,015,324 vectors of 768; its vectors, and the
+# passages as they come and as they are kept, are on the disk.
+INDEX_GB = plan.memory.choices(21_015_324, 768)["faiss ivf-pq"] / 1e9
+INDEX_DISK_GB = INDEX_GB + 21_015_324 * 768 * 2 / 1e9 + 2 * 14
+MEMORY = ROOT / "docs" / "memory.md"
+HEADER = (
+    "| config | GPUs | GB of each, of | CPU GB of the machine | GB of disk | s a step | h (steps) | with |\n"
+    "|---|---|---|---|---|---|---|---|\n"
+)
 
 
 def load(name: str, *overrides: str) -> config.Config:
@@ -46,11 +81,9 @@ def no_hub(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
 def test_every_recipe_prints_its_plan_offline(path, capsys):
-    code = plan.main(
-        load(path.stem, *ON_8)
-        if path.stem not in ("tiny", "7b-one-gpu")
-        else load(path.stem, "plan.gpus=1", "plan.gpu_memory_gb=80")
-    )
+    has_plan = load(path.stem).plan.gpus is not None
+    elsewhere = ON_1 if path.stem in ("tiny", "7b-one-gpu") else ON_8
+    code = plan.main(load(path.stem) if has_plan else load(path.stem, *elsewhere))
     printed = capsys.readouterr().out
     for kind in (
         "weights",
@@ -71,10 +104,77 @@ def test_every_recipe_prints_its_plan_offline(path, capsys):
 
 
 @pytest.mark.parametrize(
-    "name, params", [("3b", 3_085_938_688), ("7b", 7_615_616_512), ("llama3b", 3_212_749_824)]
+    "name, params",
+    [
+        ("0.5b", 494_032_768),
+        ("1.5b", 1_543_714_304),
+        ("3b", 3_085_938_688),
+        ("7b", 7_615_616_512),
+        ("llama3b", 3_212_749_824),
+    ],
 )
 def test_the_shapes_have_the_published_numbers_of_parameters(name, params):
     assert plan.read_shape(load(name)).params == params
+
+
+def row_of(name: str, number: int, gigabytes: int, options: list[str], shapes: dict) -> str:
+    """A line of the table of needs, after the checks that the run fits and that nothing is planned idly."""
+    card, figures = GPUS[gigabytes]
+    sharded = "fsdp" if number > 1 else "none"
+    cfg = load(name, f"plan.gpus={number}", f"plan.shard={sharded}", *figures, *options)
+    shape = shapes.setdefault(cfg.model.path, plan.read_shape(cfg))
+    setup = plan.read_setup(cfg)
+    highest = plan.highest_peak(cfg, shape, setup) / 1e9
+    assert 0.4 * gigabytes < highest < 0.97 * gigabytes, (name, gigabytes, highest)
+    host = max(map(plan.total, plan.host_memory(cfg, shape, setup).values())) / 1e9
+    disk = sum(size for size, _ in plan.disk_use(cfg, shape).values()) / 1e9
+    if cfg.retriever.index:
+        host, disk = host + INDEX_GB, disk + INDEX_DISK_GB
+    seconds = sum(part for part, _ in plan.step_times(cfg, shape, setup).parts.values())
+    hours = cfg.run.steps * seconds / 3600
+    cells = [f"`{name}`", number, f"{highest:.1f}, {gigabytes} ({card})", f"{host:.0f}", f"{disk:.0f}"]
+    cells += [f"{seconds:.0f}", f"{hours:.0f} ({cfg.run.steps})", " ".join(f"`{o}`" for o in options) or "–"]
+    return "| " + " | ".join(map(str, cells)) + " |\n"
+
+
+def table_of_needs() -> str:
+    shapes = {}
+    return HEADER + "".join(row_of(*row, shapes) for row in NEEDS)
+
+
+def test_the_table_of_needs_is_what_the_plan_says():
+    """`python tests/test_plan.py` writes it anew."""
+    assert table_of_needs() + "\n" in MEMORY.read_text()
+
+
+def test_the_index_of_one_gpu_configs_fits_a_machine_of_16_gb():
+    """Beside the run: the server's limit is above what the index takes, and both are below 16 GB."""
+    for name in ("0.5b", "1.5b", "3b-lora"):
+        cfg = load(name)
+        host = plan.host_memory(cfg, plan.read_shape(cfg), plan.read_setup(cfg))
+        largest = max(map(plan.total, host.values())) / 1e9
+        assert cfg.retriever.max_memory_gb > INDEX_GB and largest + cfg.retriever.max_memory_gb < 16
+
+
+def test_adapters_are_counted_as_peft_makes_them(tokenizer):
+    lm, options = make_lm(tokenizer), config.Model(lora_rank=3, lora_targets=("k_proj", "o_proj", "up_proj"))
+    shape, cfg = plan.shape_of(lm.config), config.Config(model=options)
+    adapters.add(lm, options)
+    trained = sum(weight.numel() for weight in lm.parameters() if weight.requires_grad)
+    assert plan.trained_params(cfg, shape) == trained
+    assert plan.trained_params(config.Config(), shape) == shape.params
+
+
+def test_adapters_need_no_second_model_and_neither_moments_nor_gradients_of_the_weights():
+    one = ["plan.gpus=1", "plan.shard=none"]
+    cfg, whole = load("3b", "model.lora_rank=16", *one), load("3b", *one)
+    shape = plan.read_shape(cfg)
+    sizes, all_weights = (plan.estimate(c, shape, plan.read_setup(c))["update"] for c in (cfg, whole))
+    assert sizes["weights"] == 2 * shape.params == all_weights["weights"] / 2
+    assert "reference" not in sizes and sizes["rollout copy"] < all_weights["rollout copy"]
+    assert sizes["optimizer"] < all_weights["optimizer"] / 100 > sizes["gradients"]
+    disk = [plan.disk_use(c, shape)["checkpoints"][0] for c in (cfg, whole)]
+    assert disk[0] < disk[1] / 100
 
 
 def test_the_cache_is_predicted_to_the_token(lm):
@@ -289,3 +389,10 @@ def test_the_shape_of_a_folder_is_read(lm, tmp_path):
     lm.save_pretrained(tmp_path)
     cfg = config.Config(model=config.Model(path=str(tmp_path)))
     assert plan.read_shape(cfg) == plan.shape_of(lm.config)
+
+
+if __name__ == "__main__":
+    text = MEMORY.read_text()
+    start = text.index("| config | GPUs | GB of each, of |")
+    end = text.index("\n\n", start) + 1
+    MEMORY.write_text(text[:start] + table_of_needs() + text[end:])

@@ -118,13 +118,11 @@ class TokenScores(torch.autograd.Function):
             )
             grad_Nv = (grad_Nv if ctx.temperature == 1 else grad_Nv.div_(ctx.temperature)).to(hidden_NC.dtype)
             hidden_grad_NC += grad_Nv @ weight_vC
-            if weight_grad_VC is None:  # a frozen head
-                continue
-            weight_grad_vC = weight_grad_VC[start : start + len(weight_vC)]
-            if weight_vC.dtype == weight_VC.dtype:
-                torch.mm(grad_Nv.T, hidden_NC, out=weight_grad_vC)
-            else:
-                weight_grad_vC.copy_(grad_Nv.T @ hidden_NC)
+            part = slice(start, start + len(weight_vC))
+            if weight_grad_VC is not None and weight_vC.dtype == weight_VC.dtype:  # None: a frozen head
+                torch.mm(grad_Nv.T, hidden_NC, out=weight_grad_VC[part])
+            elif weight_grad_VC is not None:
+                weight_grad_VC[part] = grad_Nv.T @ hidden_NC
         if ctx.tied is not None:
             ctx.tied.append(weight_grad_VC)
         return hidden_grad_NC.to(hidden_NC.dtype), weight_grad_VC, None, None, None, None
@@ -176,10 +174,8 @@ class KeptScores(torch.autograd.Function):
         if ctx.entropy_gradient:
             grad_K -= p_K * (logp_K + entropy_N[row_K]) * entropy_grad_N[row_K]
         grad_K /= ctx.temperature
-        hidden_grad_NC, weight_grad_VC = (
-            torch.zeros_like(hidden_NC, dtype=logp_K.dtype),
-            torch.zeros_like(weight_VC),
-        )
+        hidden_grad_NC = torch.zeros_like(hidden_NC, dtype=logp_K.dtype)
+        weight_grad_VC = torch.zeros_like(weight_VC) if ctx.needs_input_grad[1] else None
         for part in slices(len(ids_U), len(hidden_NC), hidden_NC.device):
             ids_v, column_K = ids_U[part], place_K - part.start
             weight_vC = weight_VC[ids_v].to(hidden_NC.dtype)
@@ -189,7 +185,8 @@ class KeptScores(torch.autograd.Function):
             grad_Nv[row_K, torch.where(inside_K, column_K, len(ids_v))] = grad_K
             grad_Nv = grad_Nv[:, :-1].to(hidden_NC.dtype)
             hidden_grad_NC += grad_Nv @ weight_vC
-            weight_grad_VC[ids_v] = (grad_Nv.T @ hidden_NC).to(weight_VC.dtype)
+            if weight_grad_VC is not None:  # else the head is frozen
+                weight_grad_VC[ids_v] = (grad_Nv.T @ hidden_NC).to(weight_VC.dtype)
         if ctx.tied is not None:
             ctx.tied.append(weight_grad_VC)
         return hidden_grad_NC.to(hidden_NC.dtype), weight_grad_VC, *(None,) * 6

@@ -64,8 +64,8 @@ def read_shape(options: Model) -> PreTrainedConfig:
     return shape
 
 
-def load_lm(options: Model):
-    """The causal language model from the hub or a folder, float32, on the CPU.
+def load_lm(options: Model, dtype: torch.dtype = torch.float32):
+    """The causal language model from the hub or a folder, in float32 unless it stays frozen, on the CPU.
 
     In bfloat16, weights would round away every update at a learning rate of 1e-6; the computation may be
     bf16, by autocast. Attention is that of lld/model/attention.py, which supports the engine's cache and
@@ -88,7 +88,7 @@ def load_lm(options: Model):
         lm, found = AutoModelForCausalLM.from_pretrained(
             options.path,
             config=read_shape(options),
-            dtype=torch.float32,
+            dtype=dtype,
             attn_implementation=attention.NAME,
             trust_remote_code=options.trust_remote_code,
             output_loading_info=True,

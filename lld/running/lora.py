@@ -67,10 +67,9 @@ def load_models(
             "asks for others on top: merge them into their base first (docs/one-gpu.md), or continue that "
             "run with --resume"
         )
-    lm = load_lm(cfg.model)
-    check_fit(lm, tokenizer, cfg.rollout.max_episode_tokens)
     half = accelerator.mixed_precision == "bf16"
-    lm = optimizers.cast(lm, torch.bfloat16 if half else torch.float32).to(accelerator.device)
+    lm = load_lm(cfg.model, torch.bfloat16 if half else torch.float32).to(accelerator.device)
+    check_fit(lm, tokenizer, cfg.rollout.max_episode_tokens)
     copy = rollout_copy(lm, cfg.model.lora_targets) if plays else None
     if cfg.model.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})

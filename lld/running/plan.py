@@ -8,6 +8,7 @@ hardware figures in config section `plan`.
 import json
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -52,6 +53,28 @@ class Shape:
     def matmul_params(self) -> int:
         """Number of weights that every token is multiplied with."""
         return self.params - (0 if self.tied else self.head)
+
+
+def matrices(shape: Shape, names: Iterable[str]) -> list[tuple[int, int]]:
+    """(inputs, outputs) of the matrices `names` of a decoder layer."""
+    sizes = {
+        "q_proj": (shape.hidden, shape.query),
+        "k_proj": (shape.hidden, shape.kv),
+        "v_proj": (shape.hidden, shape.kv),
+        "o_proj": (shape.query, shape.hidden),
+        "gate_proj": (shape.hidden, shape.ffn),
+        "up_proj": (shape.hidden, shape.ffn),
+        "down_proj": (shape.ffn, shape.hidden),
+    }
+    return [sizes[name] for name in names]
+
+
+def trained_params(cfg: config.Config, shape: Shape) -> int:
+    """Number of weights that are trained: all, or those of the adapters."""
+    if not cfg.model.lora_rank:
+        return shape.params
+    sums = [inputs + outputs for inputs, outputs in matrices(shape, cfg.model.lora_targets)]
+    return shape.layers * cfg.model.lora_rank * sum(sums)
 
 
 def shape_of(model_config) -> Shape:
@@ -157,7 +180,7 @@ class Widths:
 def widths_of(cfg: config.Config, setup: Setup) -> Widths:
     """The widths of a run, from mixed precision, optimizer and sharding."""
     half = setup.on_gpu and cfg.model.mixed_precision == "bf16"
-    stored = 2 if half and cfg.optim.name == "adamw_offload" else 4
+    stored = 2 if half and (cfg.optim.name == "adamw_offload" or cfg.model.lora_rank) else 4
     return Widths(
         compute=2 if half else 4,
         stored=stored,
@@ -198,6 +221,8 @@ def resident(cfg: config.Config, shape: Shape, setup: Setup, widths: Widths) -> 
     """Bytes in memory in every phase: weights, optimizer moments, frozen copies."""
     moments = {"adamw": 8, "adamw_8bit": 2 + 2 * 4 / 256, "adamw_offload": 0}[cfg.optim.name]
     weights = shape.params * widths.stored / widths.share
+    if cfg.model.lora_rank:
+        return {"weights": weights} | resident_adapters(cfg, shape, setup, widths)
     kinds = {"weights": weights, "optimizer": shape.params * moments / widths.share}
     if cfg.loss.kl_weight > 0:
         kinds["reference"] = weights
@@ -208,11 +233,24 @@ def resident(cfg: config.Config, shape: Shape, setup: Setup, widths: Widths) -> 
     return kinds
 
 
+def resident_adapters(cfg: config.Config, shape: Shape, setup: Setup, widths: Widths) -> dict[str, float]:
+    """Bytes of adapters, autocast's copies of them, their moments, and the matrices copied for the engine."""
+    adapters, copied = trained_params(cfg, shape), set(cfg.model.lora_targets)
+    if setup.on_gpu:  # `join_weights` copies these in any case
+        copied |= {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+    merged = shape.layers * sum(inputs * outputs for inputs, outputs in matrices(shape, copied))
+    return {
+        "adapters": float(adapters * (4 + widths.compute % 4)),
+        "optimizer": float(adapters * 8),
+        "rollout copy": float(merged * widths.compute),
+    }
+
+
 def trained_weights(cfg: config.Config, shape: Shape, setup: Setup, widths: Widths) -> dict[str, float]:
     """`resident` plus float32 gradients; DDP's buckets are a second copy of those."""
     kinds = resident(cfg, shape, setup, widths)
     copies = 1 if setup.sharded or setup.processes == 1 else 2
-    kinds["gradients"] = shape.params * 4 / widths.share * copies
+    kinds["gradients"] = trained_params(cfg, shape) * 4 / widths.share * copies
     return kinds
 
 
@@ -281,8 +319,9 @@ def update_peak(cfg: config.Config, shape: Shape, setup: Setup, widths: Widths) 
         on_their_way = 2 * shape.layer_params * (widths.compute + 4) + shape.head * widths.compute
         kinds["FSDP"] = gathered_weights(shape, widths) + on_their_way
     tokens, written = micro_batch(cfg)
-    checkpointing = cfg.model.gradient_checkpointing
+    checkpointing, rank = cfg.model.gradient_checkpointing, cfg.model.lora_rank
     saved = saved_bytes(shape, widths.stream, widths.compute)
+    saved += widths.compute * rank * len(cfg.model.lora_targets)  # between the two factors of an adapter
     kept = tokens * shape.layers * (shape.hidden * widths.stream if checkpointing else saved)
     logits = logits_bytes(shape, setup, widths, written)
 
@@ -292,13 +331,13 @@ def update_peak(cfg: config.Config, shape: Shape, setup: Setup, widths: Widths) 
     # Adds the gradients of the head's states and weights.
     head_backward = {
         "activations": forward["activations"] + written * shape.hidden * 4,
-        "logits": logits + shape.head * 4,
+        "logits": logits + (0 if rank else shape.head * 4),
     }
     last_layer = tokens * (2 * shape.ffn * widths.compute + 8 * shape.hidden)
     if checkpointing:
         last_layer += tokens * saved
     layer_backward = {"activations": float(kept + last_layer)}
-    if shape.tied:
+    if shape.tied and not rank:
         layer_backward["tied head's gradient"] = float(shape.head * 4)
 
     ends = [forward, head_backward, layer_backward]
@@ -351,8 +390,10 @@ def host_memory(cfg: config.Config, shape: Shape, setup: Setup) -> dict[str, dic
     weights, processes = shape.params, local_processes(setup)
     offload = cfg.optim.name == "adamw_offload"
     stored = 2 if offload and cfg.model.mixed_precision == "bf16" else 4
+    trained = trained_params(cfg, shape)
     share = setup.processes if setup.sharded else 1
-    opening = {"a whole model in each process": 4.0 * weights * processes}
+    frozen = 2.0 if cfg.model.lora_rank and cfg.model.mixed_precision == "bf16" else 4.0
+    opening = {"a whole model in each process": frozen * weights * processes}
     training = {}
     if offload:
         opening["float32 weights"] = 4.0 * weights * processes
@@ -362,13 +403,13 @@ def host_memory(cfg: config.Config, shape: Shape, setup: Setup) -> dict[str, dic
         training["moments in a rollout"] = 8.0 * weights / share * processes
     if cfg.loss.lld_lag_steps:
         snapshots = cfg.loss.lld_lag_steps + 1
-        training["snapshots"] = float(stored) * weights / share * processes * snapshots
+        training["snapshots"] = float(stored) * trained / share * processes * snapshots
     if cfg.monitor.crash_box:
         moments = {"adamw": 8, "adamw_8bit": 2, "adamw_offload": 12}[cfg.optim.name]
         training["crash box"] = 2.0 * weights * (stored + moments)
     if cfg.loss.support == "kept":
         training["kept ids"] = episodes_kept(cfg) * processes
-    training["a checkpoint's weights"] = float(4 if setup.sharded else stored) * weights
+    training["a checkpoint's weights"] = float(4 if setup.sharded else stored) * trained
     return {"opening models": opening, "training": training}
 
 
@@ -476,10 +517,11 @@ def work_of_step(cfg: config.Config, shape: Shape, setup: Setup) -> Work:
 def step_times(cfg: config.Config, shape: Shape, setup: Setup) -> Times:
     """Estimates the time of a step from the figures in section `plan`.
 
-    FLOP per weight and token: 2 for a forward pass, 6 with the backward pass, 8 with gradient checkpointing.
+    FLOP per weight and token: 2 for a forward pass, 6 with the backward pass, 8 with gradient checkpointing;
+    2 less where the weights are frozen.
     """
     work = work_of_step(cfg, shape, setup)
-    passes = 4 if cfg.model.gradient_checkpointing else 3
+    passes = (4 if cfg.model.gradient_checkpointing else 3) - (cfg.model.lora_rank > 0)
     parts = rollout_times(cfg, shape, work)
     parts["scoring"] = (
         work.scored * work.seconds(work.tokens),
@@ -513,7 +555,7 @@ def rollout_times(cfg: config.Config, shape: Shape, work: Work) -> dict[str, tup
 
 
 def optimizer_time(cfg: config.Config, shape: Shape, setup: Setup, work: Work) -> tuple[float, str]:
-    updates, weights = cfg.optim.updates_per_rollout, shape.params
+    updates, weights = cfg.optim.updates_per_rollout, trained_params(cfg, shape)
     if cfg.optim.name == "adamw_offload":
         moved = 4 + work.compute
         of_weight = moved / (cfg.plan.host_gb_s * GB) + 32 / (cfg.plan.cpu_gb_s * GB)
@@ -528,7 +570,8 @@ def communication_time(cfg: config.Config, shape: Shape, setup: Setup, work: Wor
     link = cfg.plan.link_gb_s * GB
     if not setup.sharded:
         updates = cfg.optim.updates_per_rollout
-        return updates * 8 * shape.params / link, f"{updates} x 8 bytes a weight"
+        moved = updates * 8 * trained_params(cfg, shape)
+        return moved / link, f"{updates} x 8 bytes a weight"
     if cfg.optim.micro_batch_tokens is None:
         micro_batches = work.episodes / cfg.optim.micro_batch_size
     else:
@@ -542,7 +585,7 @@ def communication_time(cfg: config.Config, shape: Shape, setup: Setup, work: Wor
 def disk_use(cfg: config.Config, shape: Shape) -> dict[str, tuple[float, str]]:
     """Bytes that a run leaves in `run.dir`, by kind, each with its arithmetic in words."""
     run, length = cfg.run, episode_length(cfg)
-    weight = checkpoint_bytes(cfg)
+    weight, trained = checkpoint_bytes(cfg), trained_params(cfg, shape)
     count = -(-run.steps // run.save_every) + 1
     why = ""
     if run.keep_checkpoints:
@@ -555,8 +598,8 @@ def disk_use(cfg: config.Config, shape: Shape) -> dict[str, tuple[float, str]]:
         evaluations = (run.steps // cfg.eval.every + cfg.eval.at_start) * len(cfg.eval.during_training)
     return {
         "checkpoints": (
-            shape.params * float(weight) * count,
-            f"{shape.params * weight / GB:.1f} GB each ({weight} bytes a weight), {count} at most{why}",
+            trained * float(weight) * count,
+            f"{trained * weight / GB:.1f} GB each ({weight} bytes a weight), {count} at most{why}",
         ),
         "trajectories": (
             float(logs * episodes * length * 70),
@@ -602,12 +645,14 @@ def alternatives(cfg: config.Config, setup: Setup) -> dict[str, tuple[config.Con
     if not cfg.model.gradient_checkpointing:
         model = replace(cfg.model, gradient_checkpointing=True)
         found["model.gradient_checkpointing=true"] = (replace(cfg, model=model), setup)
-    if not setup.sharded and setup.on_gpu:
+    if not setup.sharded and setup.on_gpu and not cfg.model.lora_rank:
         # DDP cannot train offloaded weights (see refuse_combination).
         offered = ("adamw_8bit", "adamw_offload") if setup.processes == 1 else ("adamw_8bit",)
         for name in offered:
             if cfg.optim.name != name:
                 found[f"optim.name={name}"] = (replace(cfg, optim=replace(cfg.optim, name=name)), setup)
+        if cfg.optim == replace(cfg.optim, name="adamw", cpu_in_rollout=False):
+            found["model.lora_rank=16"] = (replace(cfg, model=replace(cfg.model, lora_rank=16)), setup)
         for number in sorted({setup.processes, 2, 4, 8} - {1}):
             if number >= setup.processes:
                 whole = replace(cfg, optim=replace(cfg.optim, name="adamw"))
@@ -615,7 +660,7 @@ def alternatives(cfg: config.Config, setup: Setup) -> dict[str, tuple[config.Con
                 found[f"sharded over {number} GPUs (FSDP)"] = (whole, spread)
     if setup.sharded and setup.processes < 8:
         found["sharded over 8 GPUs"] = (cfg, replace(setup, processes=8))
-    if cfg.loss.kl_weight > 0:
+    if cfg.loss.kl_weight > 0 and not cfg.model.lora_rank:
         found["loss.kl_weight=0"] = (replace(cfg, loss=replace(cfg.loss, kl_weight=0.0)), setup)
     return found
 
@@ -688,10 +733,13 @@ def format_run(cfg: config.Config, shape: Shape, setup: Setup) -> list[str]:
     tied = " (tied)" if shape.tied else ""
     precision = cfg.model.mixed_precision if setup.on_gpu else "no"
     checkpointing = "on" if cfg.model.gradient_checkpointing else "off"
+    adapters = ""
+    if cfg.model.lora_rank:
+        adapters = f"; {trained_params(cfg, shape) / 1e6:.1f} M in adapters of rank {cfg.model.lora_rank}"
     return [
         *lines,
         f"{cfg.model.path}: {shape.params / 1e9:.2f} B parameters, {shape.layers} layers of "
-        f"{shape.hidden}, vocabulary {shape.vocab:,}{tied}",
+        f"{shape.hidden}, vocabulary {shape.vocab:,}{tied}{adapters}",
         f"{devices}, {how}; {cfg.optim.name}, {precision} mixed precision, gradient checkpointing "
         f"{checkpointing}",
     ]

@@ -520,6 +520,14 @@ def offloading() -> dict:
     return train_twice("offload", **changes, monitor={"crash_box": 1}, run={"deterministic": True})
 
 
+def adapting() -> dict:
+    """LoRA over bf16 weights, with the reference and an older anchor in the same model, and CUDA graphs over
+    the merged copy."""
+    graphs.REPEATS = 3
+    changes = {"loss": {"lld_lag_steps": 1}, "rollout": {"cuda_graphs": True}}
+    return train_twice("adapters", model={"lora_rank": 4}, optim={"lr": 1e-2}, **changes)
+
+
 def sharding() -> dict:
     """FSDP2 in bf16, one of the processes of torchrun: a run, then its resumption, and the weights of both
     ranks."""
@@ -559,13 +567,13 @@ QUICK = [
     training,
     evaluating,
 ]
-WHOLE = [offloading, float32, sharding]
+WHOLE = [offloading, float32, adapting, sharding]
 
 
 def main(names: list[str]) -> None:
     """Each check leaves a file of its own, with what it found or with the traceback that ended it."""
     known = {check.__name__: check for check in QUICK + WHOLE}
-    if {"training", "offloading", "float32"} & set(names):
+    if {"training", "offloading", "float32", "adapting"} & set(names):
         make_world()
     for name in names:
         began = time.process_time()
