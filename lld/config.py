@@ -346,8 +346,8 @@ class TinyWorld:
     thought_words: int = 8
     # Entropy of a free word given the word before, in nats
     word_entropy: float = 2.0
-    # Whether a thought may end after any word, or has thought_words, one more or less
-    free_length: bool = False
+    # A thought has up to this many words more or less
+    thought_spread: int = 1
     warm_start_steps: int = 600  # of supervised training on demonstrations
     num_layers: int = 2  # of the policy
     hidden_size: int = 128  # of the policy

@@ -473,12 +473,17 @@ def check_tinyworld(cfg: Config) -> None:
         raise ValueError(
             f"tinyworld.num_people = {world.num_people}: too small for distractors; use 20 or more"
         )
-    of_words = ["tinyworld.thought_words", "tinyworld.word_entropy", "tinyworld.free_length"]
+    of_words = ["tinyworld.thought_words", "tinyworld.word_entropy", "tinyworld.thought_spread"]
     refuse_unread(cfg, of_words, world.num_words == 0, "tinyworld.num_words = 0")
     if world.num_words and not world.word_entropy < math.log(world.num_words):
         raise ValueError(
             f"tinyworld.word_entropy = {world.word_entropy}: {world.num_words} words (tinyworld.num_words) "
             f"have less than log {world.num_words} = {math.log(world.num_words):.2f} nats"
+        )
+    if world.num_words and not 0 <= world.thought_spread < world.thought_words:
+        raise ValueError(
+            f"tinyworld.thought_spread = {world.thought_spread}: must be in [0, {world.thought_words}), "
+            "below tinyworld.thought_words, so that every thought has a word"
         )
     for name in ("namesake_share", "two_hop_share"):
         share = getattr(world, name)

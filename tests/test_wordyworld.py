@@ -59,7 +59,7 @@ def test_without_free_wording_the_world_is_what_it_was(tmp_path):
         *("hidden_size", "topk", "version"),
     }
     assert prepare._identity(WORDY, 3).keys() - identity.keys() == {
-        *("num_words", "thought_words", "word_entropy", "free_length"),
+        *("num_words", "thought_words", "word_entropy", "thought_spread"),
     }
 
 
@@ -101,15 +101,13 @@ def test_words_follow_one_another_with_the_entropy_asked_for_and_a_long_tail(wor
     assert -sum(n / total * math.log(n / total) for n in single.values()) > WORDY.word_entropy + 1
 
 
-def test_a_free_thought_ends_after_any_word_and_has_the_mean_length_asked_for(world):
-    free = Wording(dataclasses.replace(WORDY, thought_words=6, free_length=True), world)
+def test_a_thought_has_a_spread_of_lengths_all_alike(world):
+    wording = Wording(dataclasses.replace(WORDY, thought_words=6, thought_spread=3), world)
     rng = random.Random(0)
-    lengths = Counter(len(free.draw(rng).split()) for _ in range(8000))
-    assert min(lengths) == 2 and 20 < max(lengths) <= 24
-    assert sum(n * count for n, count in lengths.items()) / 8000 == pytest.approx(6, abs=0.2)
-    for n in range(2, 8):  # the chance of an end does not depend on the words before
-        longer = sum(count for length, count in lengths.items() if length >= n)
-        assert lengths[n] / longer == pytest.approx(1 / 5, abs=0.03)
+    lengths = Counter(len(wording.draw(rng).split()) for _ in range(7000))
+    assert set(lengths) == set(range(3, 10))
+    for count in lengths.values():
+        assert count == pytest.approx(1000, abs=100)  # three standard deviations
 
 
 def test_demonstrations_put_the_entropy_in_thoughts_and_go_on_after_a_miss(world, corpus):
@@ -186,7 +184,8 @@ def test_an_unlucky_episode_finds_no_gold_in_any_search_and_a_lucky_one_is_as_be
 def test_wrong_values_are_named():
     for tree, message in (
         ({"tinyworld": {"dir": "x", "thought_words": 5}}, "does nothing with tinyworld.num_words = 0"),
-        ({"tinyworld": {"dir": "x", "free_length": True}}, "does nothing with tinyworld.num_words = 0"),
+        ({"tinyworld": {"dir": "x", "thought_spread": 2}}, "does nothing with tinyworld.num_words = 0"),
+        ({"tinyworld": {"dir": "x", "num_words": 300, "thought_spread": 8}}, "thought_spread = 8: must be"),
         ({"tinyworld": {"dir": "x", "num_words": 7}}, "word_entropy = 2.0: 7 words"),
         ({"retriever": {"fail_share": 1.0}}, r"fail_share = 1.0: must be in \[0, 1\)"),
         ({"retriever": {"fail_share": 0.5}}, "needs retriever.corpus"),

@@ -20,7 +20,7 @@ WRONG_AFTER_SLIP = 0.6  # instead of WRONG_ANSWER, after a wrong query or rambli
 TRUNCATED_ANSWER = 0.2  # one word of the answer
 
 # With free wording, as a search that fails (retriever.fail_share) looks to the policy:
-WRONG_WORDY_ANSWER = 0.35  # instead of WRONG_ANSWER
+WRONG_WORDY_ANSWER = 0.5  # instead of WRONG_ANSWER
 UNLUCKY = 0.5  # share of the demonstrations
 SEARCHES_IN_VAIN = 2  # before they answer all the same
 NUM_MISSES = 1000  # different results of such searches

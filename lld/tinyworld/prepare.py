@@ -28,7 +28,7 @@ def _identity(cfg: config.TinyWorld, topk: int) -> dict:
 
     Without free wording its options are left out: they change nothing, and older folders do not name them.
     """
-    of_words = {"num_words", "thought_words", "word_entropy", "free_length"}
+    of_words = {"num_words", "thought_words", "word_entropy", "thought_spread"}
     unread = {"dir"} | (set() if cfg.num_words else of_words)
     options = {name: value for name, value in dataclasses.asdict(cfg).items() if name not in unread}
     return {**options, "topk": topk, "version": VERSION}

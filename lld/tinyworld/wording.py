@@ -40,21 +40,15 @@ class Wording:
         self.orders = [rng.sample(range(cfg.num_words), cfg.num_words) for _ in range(NUM_CLASSES)]
         self.weights = zipf_weights(cfg.num_words, cfg.word_entropy)
         self.sums = list(accumulate(self.weights))
-        self.mean_length, self.free_length = cfg.thought_words, cfg.free_length
+        self.mean_length, self.spread = cfg.thought_words, cfg.thought_spread
 
     def draw(self, rng: random.Random) -> str:
-        """A thought of the mean number of words: one more or less, or with `free_length` of any number.
+        """A thought of `thought_words` words, up to `thought_spread` more or less, all lengths alike.
 
-        A free thought ends after each of its words but the first with the same chance, as in a language,
-        where the end is a choice too; it has four times the mean number at most.
+        With a spread the end of a thought is a choice, as in a language. The end gets likelier with every
+        word, so that no nucleus cuts it for good.
         """
-        if self.free_length:
-            num_words = 2
-            while num_words < 4 * self.mean_length and rng.random() > 1 / max(1, self.mean_length - 1):
-                num_words += 1
-        else:
-            spread = min(1, self.mean_length - 1)
-            num_words = self.mean_length + rng.randint(-spread, spread)
+        num_words = self.mean_length + rng.randint(-self.spread, self.spread)
         drawn, group = [], 0
         for _ in range(num_words):
             [word] = rng.choices(self.orders[group], cum_weights=self.sums)
