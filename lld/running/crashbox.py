@@ -173,7 +173,8 @@ def replay_options(box: Path, overrides: list[str]) -> config.Config:
             f"reward.kind={kind} if it is meant, or another"
         )
     before = settings.read_back(box / "config.yaml", reads=False)[0]
-    free = ("model.path", "model.trust_remote_code")  # may be set on the command line
+    # May be set on the command line; a replay draws no questions
+    free = ("model.path", "model.trust_remote_code", "rollout.extra_draws")
     for section in ("data", "model", "rollout", "retriever", "tinyworld"):
         for option, value in settings.to_dict(cfg)[section].items():
             if f"{section}.{option}" not in free and value != settings.to_dict(before)[section][option]:
