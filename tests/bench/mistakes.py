@@ -80,7 +80,11 @@ def mistakes(run: Path, work: Path, port: int) -> list[tuple[str, str, str]]:
             f"-m lld.experiment configs/experiments/tiny.yaml --record {work}/none.csv --tables",
             "none.csv",
         ),
-        ("the real-data script without data", f"tests/bench/real_data.py --out {work}/x", "--data"),
+        (
+            "the real-data script without data",
+            f"tests/bench/real_data.py --data {work}/none --out {work}/x",
+            "none",
+        ),
         (
             "a misspelt option under accelerate",
             f"-m accelerate.commands.launch --num_processes 1 {tiny} optim.lrr=1",
