@@ -57,8 +57,8 @@ class Run:
     tracker_project: str = "lld"
     # Of Weights & Biases: the run's name (null: run.dir's last part), its group and its tags
     tracker_name: str | None = None
-    tracker_group: str | None = None
-    tracker_tags: tuple[str, ...] = ()
+    tracker_group: str | None = None  # of the run, where the tracker has groups
+    tracker_tags: tuple[str, ...] = ()  # of the run, where the tracker has tags
     # Use deterministic kernels (slower on a GPU); warn about operations that have none
     deterministic: bool = False
 
