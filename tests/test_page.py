@@ -136,7 +136,7 @@ def make_group(rng, step, k, shift=0.0, hostile="", final=True, rights=2):
     """Five episodes of a question, the first `rights` of them right; where all are equal, no advantage."""
     question = {
         "id": f"made/{step}-{k}",
-        "text": f"Which club plays at stadium {k}?{hostile}",
+        "text": f"Which club plays at stadium {k}, and in which city is its base?{hostile}",
         "golden_answers": [PEOPLE[0]],
         "source": "made",
     }
@@ -847,6 +847,8 @@ def test_the_overview_says_when_phases_were_and_what_is_hidden(tmp_path, built):
         all(f" {text}</div>" in dom for text in ("displacement 10–19", "flattening 20–29", "spiral from 30"))
         and "<small>mean per step</small>" in dom
         and "Reward <small>" in dom
+        and dom.count('class="verdict bad"') == 2  # both runs end in a spiral
+        and "best 0.65 after 31 steps" in dom
     )
     dom = browse(tmp_path, built, "view=overview&hidden=0,1")
     assert (

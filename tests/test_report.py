@@ -68,7 +68,7 @@ def test_draws_raw_values_running_means_and_held_out_points(tmp_path, monkeypatc
     raw, smooth, held_out = axes[0].lines
     assert list(raw.get_ydata()) == reward and raw.get_linewidth() < smooth.get_linewidth()
     assert list(smooth.get_ydata()) == pytest.approx(report.running_mean(reward))
-    assert list(held_out.get_xdata()) == [0, 20] and list(held_out.get_ydata()) == pytest.approx([0.1, 0.3])
+    assert list(held_out.get_xdata()) == [0, 21] and list(held_out.get_ydata()) == pytest.approx([0.1, 0.3])
     assert [text.get_text() for text in axes[0].get_legend().get_texts()] == ["reward", "EM nq"]
     assert len(axes[1].lines) == 4 and axes[4].get_yscale() == "log" and axes[3].get_yscale() == "linear"
 

@@ -121,7 +121,7 @@ def test_the_console_tells_scores_and_what_to_type_next(folder):
         for row in rows(folder / "whole")
         if "eval/tiny/em" in row
     }
-    assert f"held-out tiny EM {ems[0]:.3f} at the start\n" in told
+    assert f"held-out tiny EM {ems[0]:.3f} at the start; {folder}/whole/report.html comes after 10" in told
     best = max(ems, key=lambda step: ems[step])
     at = f"after {best} steps" if best else "at the start"
     line = f"tiny EM {ems[6]:.3f} after 6 steps (start {ems[0]:.3f}, best {ems[best]:.3f} {at})"

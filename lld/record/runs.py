@@ -240,7 +240,8 @@ def gradient_surge(rows: Sequence[dict]) -> int | None:
     return None
 
 
-def _course(rows: Sequence[dict], name: str, window: int) -> dict | None:
+def course(rows: Sequence[dict], name: str, window: int) -> dict | None:
+    """First, best and last mean of `window` steps of a metric (fewer in a short run); None if not logged."""
     steps, values = series(rows, name)
     if not values:
         return None
@@ -263,21 +264,22 @@ def outcome(rows: Sequence[dict], options: dict) -> dict:
 
     steps, steps_wanted: done and configured.
     verdict: on the reward: "rose", "held", "fell", or "collapsed" (and did not recover).
-    reward, held_out, likelihood: first, best and last mean of 10 steps (fewer in a short run); held-out EM by
-    benchmark, unsmoothed.
+    reward, likelihood: first, best and last mean of 10 steps (fewer in a short run).
+    held_out: benchmark -> (steps done, EM) of each evaluation, and the best of them.
     phases: phase -> (first step, last step, number of steps).
     surge: first step of a gradient surge. skipped_updates: their number.
     """
-    reward = _course(rows, "reward/mean", WINDOW)
+    reward = course(rows, "reward/mean", WINDOW)
     share = reward["last"] / reward["best"] if reward and reward["best"] > 0 else 1.0
     collapsed = (
         rows[-1].get("phase") == COLLAPSE
         or find_collapse(*series(rows, "reward/mean"))["collapse_step"] is not None
     )
     rose = reward is not None and reward["last"] >= ROSE * reward["first"] > 0
-    names = sorted(
-        {name for row in rows for name in row if name.startswith("eval/") and name.endswith("/em")}
-    )
+    held_out = {
+        name: {"scores": scores, "best": max(scores, key=lambda score: score[1])}
+        for name, scores in sorted(held_out_scores(rows, options).items())
+    }
     phases = {}
     for row in rows:
         if row.get("phase") and is_number(row["phase"]):
@@ -288,8 +290,8 @@ def outcome(rows: Sequence[dict], options: dict) -> dict:
         "steps_wanted": options.get("run.steps"),
         "verdict": ("rose" if rose else "held") if share >= HELD else "collapsed" if collapsed else "fell",
         "reward": reward,
-        "held_out": {name.split("/")[1]: _course(rows, name, 1) for name in names},
-        "likelihood": _course(rows, "likelihood/correct_old", WINDOW),
+        "held_out": held_out,
+        "likelihood": course(rows, "likelihood/correct_old", WINDOW),
         "phases_logged": any("phase" in row for row in rows),
         "phases": phases,
         "surge": gradient_surge(rows),
@@ -341,40 +343,6 @@ def describe_scores(rows: Sequence[dict], options: dict) -> str:
         )
         texts.append(f"{name} EM {now:.3f} {when(last)}{others}")
     return ", ".join(texts)
-
-
-def describe_end(run_dir: str | Path) -> str:
-    """Lines for the console: what a run has reached, and the command to evaluate its checkpoint."""
-    folder = Path(run_dir)
-    rows, options = read_metrics(folder), read_options(folder)
-    scores, reward = describe_scores(rows, options), _course(rows, "reward/mean", WINDOW)
-    lines = [
-        f"{folder}: {rows[-1]['step'] + 1} of {options.get('run.steps', '?')} steps"
-        + (f"; held-out {scores}" if scores else "")
-    ]
-    if reward:
-        which = (
-            f"means of the first and last {reward['window']} steps"
-            if reward["window"] > 1
-            else "first and last step"
-        )
-        lines[0] += f"; reward {reward['first']:.3f} -> {reward['last']:.3f} ({which})"
-    whole = {
-        path.parent.name: path.parent
-        for path in sorted(
-            folder.glob("checkpoints/step_*[0-9]/manifest.json"),
-            key=lambda path: (len(path.parent.name), path),
-        )
-    }
-    told = folder / "checkpoints" / "best.json"
-    best = json.loads(told.read_text(encoding="utf-8"))["checkpoint"] if told.is_file() else None
-    if whole:
-        chosen, what = (whole[best], "best") if best in whole else (list(whole.values())[-1], "newest")
-        lines.append(
-            f"{what} checkpoint: {chosen}; its score on all held-out questions: python eval.py --ckpt "
-            f"{chosen} --config {folder / 'config.yaml'}"
-        )
-    return "\n".join(lines)
 
 
 def find_collapse(steps: Sequence[int], rewards: Sequence[float]) -> dict:

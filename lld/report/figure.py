@@ -11,7 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lld.record.runs import WINDOW, labels, printable, read_metrics, running_mean, series
+from lld.record.runs import (
+    WINDOW,
+    held_out_scores,
+    labels,
+    printable,
+    read_metrics,
+    read_options,
+    running_mean,
+    series,
+)
 from lld.report.page import TRAJECTORIES_MB, write_page
 
 # Imported by the functions that draw: training needs no matplotlib before its end.
@@ -70,24 +79,26 @@ def _draw_line(ax: "Axes", steps: list[int], values: list[float], color: str, st
     ax.plot(steps, values, color=color, linewidth=1.6, linestyle=style, **marker)
 
 
-def _draw_held_out(ax: "Axes", runs: Sequence[list[dict]]) -> list["Line2D"]:
-    """Points of eval/<benchmark>/em, a marker for each benchmark; returns the legend's entries."""
-    logged = {name for rows in runs for row in rows for name in row}
-    names = sorted(name for name in logged if name.startswith("eval/") and name.endswith("/em"))
+def _draw_held_out(ax: "Axes", runs: Sequence[list[dict]], options: Sequence[dict]) -> list["Line2D"]:
+    """Exact match after so many steps, a marker for each benchmark; returns the legend's entries."""
+    found = [held_out_scores(rows, some) for rows, some in zip(runs, options, strict=True)]
+    names = sorted({name for scores in found for name in scores})
     line = {"linestyle": ":", "linewidth": 0.8}
     point = {"markersize": 5.5, "markeredgecolor": "white", "markeredgewidth": 0.6}
     # There are at most as many runs as colours. Benchmarks beyond the markers are left out.
-    for color, rows in zip(COLORS, runs, strict=False):
+    for color, scores in zip(COLORS, found, strict=False):
         for marker, name in zip(MARKERS, names, strict=False):
-            steps, values = series(rows, name)
+            steps, values = [at for at, _ in scores.get(name, ())], [em for _, em in scores.get(name, ())]
             ax.plot(steps, values, color=color, marker=marker, zorder=3, clip_on=False, **line, **point)
     return [
-        gray_line(marker=marker, markersize=5, label=literal(f"EM {name.split('/')[1]}"), **line)
+        gray_line(marker=marker, markersize=5, label=literal(f"EM {name}"), **line)
         for marker, name in zip(MARKERS, names, strict=False)
     ]
 
 
-def _draw_panel(ax: "Axes", runs: Sequence[list[dict]], styles: dict[str, str]) -> None:
+def _draw_panel(
+    ax: "Axes", runs: Sequence[list[dict]], options: Sequence[dict], styles: dict[str, str]
+) -> None:
     """Draws the lines of all runs, with a legend if a run has more than one kind of line."""
     entries = []
     for name, style in styles.items():
@@ -98,7 +109,7 @@ def _draw_panel(ax: "Axes", runs: Sequence[list[dict]], styles: dict[str, str]) 
         if name in STYLE_LABELS and any(values for _, values in drawn):
             entries.append(gray_line(linestyle=style, label=STYLE_LABELS[name]))
     if "reward/mean" in styles:
-        entries = [gray_line(label="reward"), *_draw_held_out(ax, runs)]
+        entries = [gray_line(label="reward"), *_draw_held_out(ax, runs, options)]
     if "displacement/correct" in styles:
         ax.axhline(0, color="#888", linewidth=0.8, zorder=1)
     if not ax.lines:
@@ -145,10 +156,11 @@ def plot_run(run_dirs: Sequence[str | Path], path: str | Path) -> None:
             f"{len(run_dirs)} runs: give 1 to {len(COLORS)}, more cannot be told apart in one figure"
         )
     runs = [read_metrics(run_dir) for run_dir in run_dirs]
+    options = [read_options(run_dir) for run_dir in run_dirs]
     figure = Figure(figsize=(14, 7.2), dpi=130, layout="constrained")
     axes = figure.subplots(2, 3, sharex=True)
     for ax, (title, unit, styles, logarithmic) in zip(axes.flat, PANELS, strict=True):
-        _draw_panel(ax, runs, styles)
+        _draw_panel(ax, runs, options, styles)
         _set_scale(ax, logarithmic)
         _label_axes(ax, title, unit)
     for ax in axes[-1]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lld.config import keys_of
 from lld.protocol import PARTS
-from lld.record import runs
+from lld.record import runs, verdict
 from lld.record.glossary import GLOSSARY
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -265,6 +265,8 @@ def page_content(
                 "setting": setting,
                 "options": options[index],
                 "outcome": runs.outcome(rows, options[index]),
+                "verdict": verdict.judge(rows, options[index]),
+                "checkpoint": verdict.describe_checkpoint(folder),
                 "steps": [row["step"] for row in rows],
                 "columns": columns(rows),
                 "by_update": by_update(runs.read_rows(updates)) if updates.is_file() else [],

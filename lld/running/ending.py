@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from lld import files
-from lld.record import phases, runs
+from lld.record import phases, runs, verdict
 from lld.running import checkpoint, crashbox, lock, recording, survive
 from lld.running.run import Run
 from lld.running.saving import NotFinite, save
@@ -160,7 +160,7 @@ def leave_report(guard: survive.Guard, box: Path | None) -> None:
     guard.phase("report")
     try:
         if box is None:
-            end, folders = runs.describe_end(run_dir), [run_dir]
+            end, folders = verdict.describe_end(run_dir), [run_dir]
         else:
             end, folders = crashbox.compare(box, run_dir), [box, run_dir]
         print(f"{end}\n{recording.draw_report(folders, run_dir)}", flush=True)

@@ -15,6 +15,9 @@ from lld.running.run import Run
 from lld.running.saving import best_of, trainer_state
 from lld.update import Scores, learning_rate, score_batch
 
+# Steps until the first report: the curves begin to show, without waiting for an evaluation.
+FIRST_REPORT = runs.WINDOW
+
 
 def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
@@ -148,6 +151,8 @@ def write_rows(run: Run, row: dict, update_rows: list[dict], episodes: list[Epis
     # The first row may hold the evaluation at the start, which was printed then.
     if evaluated and (step > 0 or run.cfg.eval.every == 1 or step + 1 == run.cfg.run.steps):
         tell_scores(run, runs.read_rows(run.dir / "metrics.jsonl"))
+    elif step + 1 == FIRST_REPORT and run.box is None:
+        tqdm.write(draw_report([run.dir], run.dir))
     run.bar.set_postfix(
         reward=f"{row['reward/mean']:.3f}",
         entropy=f"{row.get('entropy', math.nan):.3f}",
@@ -170,11 +175,11 @@ def tell_scores(run: Run, rows: list[dict]) -> None:
     """Prints a line about the last evaluation of these rows, and draws the report from the log so far."""
     log, cfg = run.dir / "metrics.jsonl", run.cfg
     options = {"eval.at_start": cfg.eval.at_start, "eval.every": cfg.eval.every, "run.steps": cfg.run.steps}
-    report = ""
+    report = f"{run.dir / 'report.html'} comes after {FIRST_REPORT} steps and at every evaluation"
     if log.exists():
-        report = f"; {draw_report([run.dir], run.dir)}"
+        report = draw_report([run.dir], run.dir)
         trackers.log_figure(run, rows[-1]["step"])
-    tqdm.write(f"held-out {runs.describe_scores(rows, options)}{report}")
+    tqdm.write(f"held-out {runs.describe_scores(rows, options)}; {report}")
 
 
 def draw_report(folders: list[Path], out: Path) -> str:

@@ -2,6 +2,7 @@
 
 import math
 import random
+import time
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +16,7 @@ from lld.tinyworld.templates import split_words, template_words, word_splitter
 from lld.tinyworld.world import Entity
 
 BATCH_SIZE = 32
+TIMED = 20  # steps of the warm start before it says how long the others take
 
 TAGS = tuple(
     f"<{slash}{name}>" for name in ("think", "search", "answer", "information") for slash in ("", "/")
@@ -138,7 +140,11 @@ def warm_start(
     batches = _batches(lengths, num_steps, random.Random(f"batches {seed}"))
     losses = []
     policy.train()
+    began = time.monotonic()
     for rows in tqdm(batches, total=num_steps, desc="warm start", disable=None):
+        if len(losses) == TIMED and num_steps > 2 * TIMED:
+            left_s = (time.monotonic() - began) / TIMED * (num_steps - TIMED)
+            tqdm.write(f"warm start: about {math.ceil(left_s / 60)} min, then the run begins")
         width = max(lengths[row] for row in rows)
         token_ids_BT = token_ids_NT[rows, :width]
         weights_BT = weights_NT[rows, :width]
