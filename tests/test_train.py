@@ -442,7 +442,7 @@ def test_a_run_with_the_retriever_and_the_reward_of_the_docs(folder, tmp_path, m
     config = write_config(
         folder,
         "own",
-        retriever={"url": f"http://127.0.0.1:{port}", "topk": 2},
+        retriever={"url": f"http://127.0.0.1:{port}"},
         eval={"every": 0, "at_start": False},
     )
     try:
@@ -461,7 +461,7 @@ def test_a_run_with_the_retriever_and_the_reward_of_the_docs(folder, tmp_path, m
     searches = [turn for episodes, _ in scored for e in episodes for turn in e.turns if turn.searched]
     assert len(scored) == 2 and searches
     for turn in searches:
-        assert len(turn.passages) == 2
+        assert len(turn.passages) == 3
         for passage in turn.passages:
             common = {*turn.content.lower().split()} & {*passage.contents.lower().split()}
             assert passage.score == len(common)
