@@ -1,11 +1,14 @@
 """The line that says whether a run worked: each answer by hand, the alarm before the scores."""
 
 import math
+from unittest.mock import MagicMock
 
 import pytest
 
+from lld import settings
 from lld.record import phases, runs
 from lld.record.verdict import held_out_course, judge
+from lld.running import recording
 
 OPTIONS = {"run.steps": 150, "optim.updates_per_rollout": 4, "eval.every": 25}
 
@@ -90,3 +93,16 @@ def test_damaged_options_and_values_are_left_out():
     line = judge(rows, {"run.steps": "many", "optim.updates_per_rollout": [4], "eval.every": None})
     assert line["kind"] == "good" and line["text"].startswith("It worked")
     assert runs.outcome(rows, {})["held_out"]["tiny"] == {"scores": [(0, 0.4), (25, 0.7)], "best": (25, 0.7)}
+
+
+@pytest.mark.parametrize("box, at", [(None, [9, 24]), ("box", [24])], ids=["run", "replay"])
+def test_the_first_page_comes_after_ten_steps_and_then_with_each_evaluation(tmp_path, monkeypatch, box, at):
+    run, drawn = MagicMock(cfg=settings.from_dict({"eval": {"every": 25}}), dir=tmp_path, box=box), []
+    monkeypatch.setattr(
+        recording, "draw_report", lambda *_: drawn.append(run.guard.beat.call_count - 1) or ""
+    )
+    monkeypatch.setattr(recording.trackers, "log_figure", lambda *_: None)
+    run.clock.row.return_value = {"time/step_s": 1.0}
+    for row in made(26, {25: 0.5}):
+        recording.write_rows(run, row | {"searches": 1.0}, [], [], MagicMock())
+    assert drawn == at
