@@ -1,5 +1,8 @@
 """Experiments: grids are checked before anything runs, runs are resumed and not repeated, and the numbers are
-those of a hand."""
+those of a hand.
+
+`python tests/test_experiment.py` writes the tables of docs/experiment.md anew from the record.
+"""
 
 import json
 import math
@@ -18,6 +21,8 @@ from lld.experiment import figure as outcome_figure
 from lld.experiment import grid, intervals, outcomes, runner, tables
 from lld.record import runs
 
+PAGE = ROOT / "docs" / "experiment.md"
+TABLES_MARK, TABLES_END = "<!-- tables -->\n", "<!-- end of tables -->\n"
 FAKE_TRAIN = """
 import json, os, sys, time
 from pathlib import Path
@@ -445,13 +450,14 @@ def test_the_fall_is_dated_from_its_unbroken_part():
 def test_a_run_fell_if_its_end_is_below_three_quarters_of_its_best_level():
     """Levels of 40 steps: .4 up to step 59, then lower with each step."""
     steps = list(range(200))
-    assert outcomes.fall(steps, [0.4] * 60 + [0.31] * 140)[2] is None
+    assert outcomes.fall(steps, [0.4] * 60 + [0.31] * 140)["lost_step"] is None
     # .4 - .0075 k < .3 at k = 14
-    best, largest, since = outcomes.fall(steps, [0.4] * 60 + [0.1] * 140)
-    assert best == pytest.approx(0.4) and largest == pytest.approx(0.75) and since == 60 + 13
-    # What was made good does not count
-    assert outcomes.fall(steps, [0.4] * 60 + [0.1] * 60 + [0.4] * 80)[2] is None
-    assert outcomes.fall(steps[:10], [0.4] * 10) == (None, None, None)
+    found = outcomes.fall(steps, [0.4] * 60 + [0.1] * 140)
+    assert found == pytest.approx({"em_peak": 0.4, "em_fall": 0.75, "lost_step": 73, "fell_step": 73})
+    # What was made good was lost, and not for good
+    found = outcomes.fall(steps, [0.4] * 60 + [0.1] * 60 + [0.4] * 80)
+    assert (found["lost_step"], found["fell_step"]) == (73, None)
+    assert set(outcomes.fall(steps[:10], [0.4] * 10).values()) == {None}
 
 
 def test_a_description_by_hand():
@@ -480,7 +486,7 @@ def test_a_description_by_hand():
     assert (row["alarm_flattening"], row["alarm_gap"], row["alarm_spiral"]) == (63, 74, 74)
     assert row["alarm_displacement"] is None and row["alarm_collapse"] is not None
     # .4 - .0075 k < .3 at k = 14; the 10-step mean is below .2 at the seventh step
-    assert row["fell_step"] == 73 and row["collapse_step"] == 66
+    assert row["lost_step"] == row["fell_step"] == 73 and row["collapse_step"] == 66
     assert row["curve_em"] == "0.4 0.4 0.22 0.1" and row["curve_right"] == "-0.4 -0.4 -0.4 -0.4"
     assert row["curve_tokens"] == "" and outcomes.parse_curve("- 0.5") == [(37.5, 0.5)]
 
@@ -493,6 +499,7 @@ def record_of(arm, rate, seed, em, fell=None, onset=None, **more):
     rows = [{"step": step, "em": em, "reward/mean": em} for step in range(50)]
     row = {"world": "easy", "arm": arm, "rate": rate, "seed": seed, "steps": 50, "commit": "abcdef0"}
     row |= outcomes.describe_run(rows) | {
+        "lost_step": fell,
         "fell_step": fell,
         "onset": onset,
         "fingerprint": f"{arm}{rate}{seed}",
@@ -509,17 +516,17 @@ def test_tables_by_hand():
     rows += [record_of("whole", "2e-4", seed, em) for seed, em in enumerate([0.4, 0.5, 0.6])]
     first, second = cells(tables.by_arm(rows, tables.OUTCOMES_TITLE, tables.OUTCOMES))
     # Sd .1, t 4.303, / sqrt 3
-    assert first["EM end"] == "0.200 ± 0.248" and first["fell"] == "3 of 3 (0.29 to 1.00), step 121"
-    assert second["fell"] == "0 of 3 (0.00 to 0.71)" and second["held out"] == "–"
+    assert first["EM end"] == "0.200 ± 0.248" and first["lost"] == "3 of 3 (0.29 to 1.00), step 121"
+    assert second["lost"] == "0 of 3 (0.00 to 0.71)" and second["held out"] == "–"
     (pair,) = cells(tables.compared(rows, [("cut", "whole"), ("cut", "absent")]))
     assert pair["arms"] == "cut - whole" and pair["EM"] == "-0.300 ± 0.000" and pair["p of signs"] == "0.25"
     # Two of C(6, 3) = 20
-    assert pair["p of dealing"] == "0.1" and pair["fell; p"] == "3 of 3, 0 of 3; 0.1"
+    assert pair["p of dealing"] == "0.1" and pair["lost; p"] == "3 of 3, 0 of 3; 0.1"
     assert pair["exploded; p"] == "0 of 3, 0 of 3; 1"
     flat = {"entropy_wrong_start": 1.0, "entropy_wrong_end": 2.1}
     assert tables.has_exploded(flat) and not tables.has_exploded(flat | {"entropy_wrong_start": 1.1})
-    text = tables.markdown(tables.compared(rows, [("cut", "whole")]))
-    assert text.splitlines()[2].count("|") == text.splitlines()[4].count("|") == len(pair) + 1
+    lines = tables.markdown(tables.compared(rows, [("cut", "whole")])).splitlines()
+    assert lines[-3].count("|") == lines[-1].count("|") == len(pair) + 1 and max(map(len, lines[:-3])) <= 110
     assert (
         tables.cell([0.5, None, 0.5]) == "0.50 ± 0.00 [2]"
         and tables.cell([None]) == "–"
@@ -561,8 +568,24 @@ def test_the_figure_draws_the_arms_that_were_played(tmp_path, monkeypatch):
     rows = [record_of("grpo", rate, seed, 0.4, fell=30) for rate in ("1e-4", "2e-4") for seed in (0, 1)]
     outcome_figure.plot_experiment(rows, ["grpo", "action"], tmp_path / "figure.png")
     (figure,) = figures
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["grpo", "EM fell for good"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["grpo", "EM below 3/4 of its best"]
     assert [ax.get_title(loc="left") for ax in figure.axes[:2]] == ["easy, lr 1e-4", "easy, lr 2e-4"]
     assert len(figure.axes[0].lines) == 3  # the mean, and a cross for each seed
     with pytest.raises(ValueError, match="no run of the arms to draw"):
         outcome_figure.plot_experiment(rows, ["action"], tmp_path / "figure.png")
+
+
+def page_of_causes() -> str:
+    """docs/experiment.md with the tables of its record."""
+    planned = grid.load_experiment(ROOT / "configs/experiments/causes.yaml")
+    rows = outcomes.read_record(ROOT / planned.record)
+    head, _, rest = PAGE.read_text().partition(TABLES_MARK)
+    return head + TABLES_MARK + tables.all_tables(planned, rows) + TABLES_END + rest.partition(TABLES_END)[2]
+
+
+def test_the_page_has_the_tables_of_its_record():
+    assert PAGE.read_text() == page_of_causes(), "run python tests/test_experiment.py"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page_of_causes())

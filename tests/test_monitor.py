@@ -358,6 +358,10 @@ def test_wrong_responses_that_flatten_are_an_alarm_and_with_a_gap_the_spiral():
     wide = history([0.0] * 60, flat=lambda s: 0.5 if s < 30 else 0.7, gap=lambda s: 0.0 if s < 40 else -0.5)
     assert phases.detect(wide) == [0] * 44 + [2] * 4 + [3] * 12
     assert set(phases.detect(history([0.0] * 60, gap=lambda s: -0.5))) == {0}
+    # Entropy that falls and comes back is no alarm, until it is above its start
+    back = [0.5] * 10 + [0.2] * 20 + [0.45] * 20 + [0.6] * 20
+    # The median is .525 at the fifth step of .6, step 54, and ten times in a row at step 63
+    assert phases.detect(history([0.0] * 70, flat=lambda s: back[s])) == [0] * 63 + [2] * 7
     # Four wild steps are no rise
     assert set(phases.detect(history([0.0] * 60, flat=lambda s: 9.0 if 30 <= s < 34 else 0.5))) == {0}
     detector = phases.Detector()
@@ -468,6 +472,14 @@ def test_the_alarm_on_recorded_runs():
         return [line for line in some.splitlines() if re.match(r"\| (8|16) ", line)]
 
     assert figures(text) == figures((ROOT / "docs" / "alarm.md").read_text())
+
+
+def test_the_spiral_is_seen_before_the_reward_is_lost_and_only_where_the_sampler_cuts():
+    """tests/fixtures/causes.jsonl: the same run with top-p .8, which loses EM at step 268, and with 1."""
+    signs = alarm.signs_of_causes()
+    cut = {name: step for name, step in signs["p80-lr2e-4-s0"].items() if step is not None}
+    assert cut == {"alarm_flattening": 143, "alarm_gap": 238, "alarm_spiral": 238}
+    assert set(signs["p100-lr2e-4-s0"].values()) == {None}
 
 
 def test_noise_is_no_collapse():

@@ -33,7 +33,7 @@ def style_of(arm: str, arms: Sequence[str]) -> dict:
 
 
 def draw_arm(ax: "Axes", rows: Sequence[dict], name: str, style: dict) -> None:
-    """The seeds' mean as a line, their range as a band, and a cross where a seed's EM fell for good."""
+    """The seeds' mean as a line, their range as a band, and a cross where a seed lost EM."""
     curves = [dict(parse_curve(row[name] or "")) for row in rows]
     steps = sorted(set().union(*curves))
     at_step = [[curve[step] for curve in curves if step in curve] for step in steps]
@@ -44,8 +44,8 @@ def draw_arm(ax: "Axes", rows: Sequence[dict], name: str, style: dict) -> None:
     if name != "curve_em":
         return
     for row, curve in zip(rows, curves, strict=True):
-        if row["fell_step"] is not None and curve:
-            nearest = min(curve, key=lambda step: abs(step - row["fell_step"]))
+        if row["lost_step"] is not None and curve:
+            nearest = min(curve, key=lambda step: abs(step - row["lost_step"]))
             ax.plot([nearest], [curve[nearest]], "X", color=style["color"], markersize=6, zorder=4)
 
 
@@ -74,6 +74,6 @@ def plot_experiment(rows: Sequence[dict], figure_arms: Sequence[str], path: str 
             ax.spines[["top", "right"]].set_visible(False)
         axes[-1][column].set_xlabel("step", fontsize=8)
     handles = [Line2D([], [], label=literal(arm), **style_of(arm, arms)) for arm in arms]
-    handles.append(Line2D([], [], marker="X", linestyle="", color="#555", label="EM fell for good"))
+    handles.append(Line2D([], [], marker="X", linestyle="", color="#555", label="EM below 3/4 of its best"))
     figure.legend(handles=handles, loc="outside upper left", ncols=4, frameon=False, fontsize=8.5)
     figure.savefig(path)

@@ -39,6 +39,7 @@ FOLLOWED = {
     "right": "likelihood/correct_old",
     "wrong": "likelihood/incorrect_old",
     "valid": "valid_actions",
+    "truncated": "truncated",
     "tokens": "response_tokens",
     "kept_mass": "kept_mass",
     "drift": "drift",
@@ -56,23 +57,23 @@ def level(values: Sequence[float]) -> float | None:
     return fmean(values[-END:]) if values else None
 
 
-def fall(steps: Sequence[int], values: Sequence[float]) -> tuple[float | None, float | None, int | None]:
-    """(the best level, the largest fall, the step from which on the level stayed 1/4 below the best so far).
+def fall(steps: Sequence[int], values: Sequence[float]) -> dict[str, float | None]:
+    """The best level, the largest fall below it, and when a level was below 3/4 of the best one before.
 
-    A level is a mean of 40 steps; a fall is its distance from the best one before, as a share of that. The
-    step is the last of the first 40, None if the run ended above.
+    A level is a mean of 40 steps, its step the last of them. em_fall: a share of the best level before.
+    lost_step: the first level below; fell_step: from this one on all were. None: no such level.
     """
-    levels = running_mean(values, END)[END - 1 :]
-    best, largest, since = None, None, None
-    for step, now in zip(steps[END - 1 :], levels, strict=True):
+    best = largest = lost = since = None
+    for step, now in zip(steps[END - 1 :], running_mean(values, END)[END - 1 :], strict=True):
         best = now if best is None else max(best, now)
         largest = max(largest or 0.0, 1 - now / best if best else 0.0)
         since = None if now >= FELL * best else step if since is None else since
-    return best, largest, since
+        lost = since if lost is None else lost
+    return {"em_peak": best, "em_fall": largest, "lost_step": lost, "fell_step": since}
 
 
 def onset(steps: Sequence[int], values: Sequence[float]) -> int | None:
-    """The first step of the ten on which the 10-step median is 30 % above its least so far."""
+    """The first step of the ten at which `lld.record.phases.Rise` sees a rise."""
     watch = phases.Rise()
     for index, value in enumerate(values):
         if watch.update(value):
@@ -137,15 +138,14 @@ def by_context(rows: Sequence[dict]) -> dict[str, float | None]:
 def describe_run(rows: Sequence[dict], benchmark: str | None = None, num_updates: int = 2) -> dict:
     """The outcome of a run from the rows of its metrics.jsonl; `benchmark` is the held-out set that counts.
 
-    em_end, and all that ends in _end: means of the last 40 steps. em_peak, em_fall, fell_step: `fall`.
-    collapse_step: `lld.record.runs.find_collapse`. onset_*: `onset` of the entropy of wrong responses, as a
-    whole and by what the context has seen. early_*: means of the first 100 steps. Likelihoods: nats per
-    token.
+    em_end, and all that ends in _end: means of the last 40 steps. em_peak, em_fall, lost_step, fell_step:
+    `fall`. collapse_step: `lld.record.runs.find_collapse`. onset_*: `onset` of the entropy of wrong
+    responses, as a whole and by what the context has seen. early_*: means of the first 100 steps.
+    Likelihoods: nats per token.
     """
     steps, ems = series(rows, "em")
-    peak, largest, fell = fall(steps, ems)
     held_out = series(rows, f"eval/{benchmark}/em")[1]
-    row = {"em_end": level(ems), "em_peak": peak, "em_fall": largest, "fell_step": fell}
+    row = {"em_end": level(ems)} | fall(steps, ems)
     row["collapse_step"] = find_collapse(*series(rows, "reward/mean"))["collapse_step"]
     row |= {"held_out_start": held_out[0] if held_out else None, "held_out_peak": max(held_out, default=None)}
     row["held_out_end"] = held_out[-1] if held_out else None

@@ -1,5 +1,6 @@
 """An experiment's record -> its tables in Markdown."""
 
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,7 @@ from lld.record.contexts import CONTEXTS
 
 DASH = "–"
 EXPLODED = 2.0
+WIDTH = 110  # columns of text in docs/
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ def markdown(table: Table) -> str:
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
     lines = [line(cells) for cells in (table.header, ["---"] * len(table.header), *table.rows)]
-    return "\n".join([table.title, "", *lines])
+    return "\n".join([*textwrap.wrap(table.title, WIDTH), "", *lines])
 
 
 def cell(values: Sequence[float | None], digits: int = 2, signed: bool = False) -> str:
@@ -85,8 +87,8 @@ def share(count: int, total: int) -> str:
     return f"{count} of {total} ({low:.2f} to {high:.2f})"
 
 
-def has_fallen(row: dict) -> bool:
-    return row["fell_step"] is not None
+def has_lost(row: dict) -> bool:
+    return row["lost_step"] is not None
 
 
 def has_exploded(row: dict) -> bool:
@@ -117,30 +119,32 @@ def arrow(names: Sequence[str], rows: Sequence[dict]) -> str:
 OUTCOMES_TITLE = (
     f"**What became of each arm.** EM: training episodes, mean of the last {END} steps and highest "
     f"mean of {END}; held-out EM after the last step; ± 95 % t-interval over the n seeds. "
-    f"Largest fall: of the {END}-step mean, as a share of the best one before. Fell: EM of the end "
-    f"below {FELL:.0%} of the best level, of how many runs, with the exact 95 % interval of the share "
-    "and the median step from which it stayed there. Halved: the 10-step mean reward below half of its "
-    "best for ten steps, and the first of them. Exploded: entropy of wrong responses at the end above "
-    f"{EXPLODED:g} times that of the start."
+    f"Largest fall: of the {END}-step mean, as a share of the best one before. Lost: that mean was "
+    f"below {FELL:.0%} of the best one before, in how many runs, with the exact 95 % interval of the "
+    "share, and the median step at which it first was; for good: runs that ended so. Halved: the 10-step "
+    "mean reward below half of its best for ten steps, and the first of them. Exploded: entropy of "
+    f"wrong responses at the end above {EXPLODED:g} times that of the start."
 )
 OUTCOMES: dict[str, Callable[[Sequence[dict]], str]] = {
     "EM end": partial(of, "em_end", 3),
     "EM peak": partial(of, "em_peak", 3),
     "held out": partial(of, "held_out_end", 3),
     "largest fall": partial(of, "em_fall", 2),
-    "fell": partial(happened, "fell_step"),
+    "lost": partial(happened, "lost_step"),
+    "for good": partial(when, "fell_step"),
     "halved": partial(when, "collapse_step"),
     "exploded": exploded,
     "valid actions": partial(of, "valid_end", 2),
+    "truncated": partial(of, "truncated_end", 2),
     "tokens": partial(arrow, ("tokens_start", "tokens_end")),
 }
 LIKELIHOODS_TITLE = (
-    "**What became of likelihoods and entropies**, means over seeds, nats a token. Right, wrong: log-"
-    "likelihood of responses with A > 0 and A < 0, at the start, at its highest (10-step mean) and at"
-    " the end. Entropy of wrong responses at the start, at its least and at the end, then of right "
-    "ones at the end. Flattening: median step from which the entropy of wrong responses is 30 % above"
-    " its least for ten steps, of how many runs; as a whole, and in contexts that have seen no "
-    "passage yet (first), one with the answer (lucky), only others (unlucky)."
+    "**What became of likelihoods and entropies**, means over seeds, nats a token. Right, wrong: "
+    "log-likelihood of responses with A > 0 and A < 0, at the start, at its highest (10-step mean) and "
+    "at the end. Entropy of wrong responses at the start, at its least and at the end, then of right "
+    "ones at the end. Flattening: median step from which the entropy of wrong responses is 30 % above "
+    "its least and above its start for ten steps, of how many runs; as a whole, and in contexts that "
+    "have seen no passage yet (first), one with the answer (lucky), only others (unlucky)."
 )
 LIKELIHOODS: dict[str, Callable[[Sequence[dict]], str]] = {
     "right": partial(arrow, ("right_start", "right_most", "right_end")),
@@ -168,7 +172,7 @@ PAIRS_TITLE = (
     "**Arms compared at the same world and learning rate**: first arm minus second, over the n seeds "
     "that both have, ± 95 % t-interval. p of signs: exact, over all signs of the differences of EM "
     "(five pairs give at least .0625); p of dealing: exact, over all ways of dealing the runs to the "
-    "two arms (five and five: at least .0079). Fell, exploded: runs of each arm, p of Fisher's exact "
+    "two arms (five and five: at least .0079). Lost, exploded: runs of each arm, p of Fisher's exact "
     "test. Entropy, right, gap: entropy of wrong responses, log-likelihood of right ones, wrong minus "
     "right log-likelihood, and valid actions, at the end."
 )
@@ -205,7 +209,7 @@ def _pair(ones: Sequence[dict], others: Sequence[dict]) -> dict[str, str]:
         "EM": cell(differences("em_end"), 3, signed=True),
         "p of signs": p_text(intervals.sign_flip_p([d for d in differences("em_end") if d is not None])),
         "p of dealing": p_text(intervals.swap_p(*ends)),
-        "fell; p": both(has_fallen),
+        "lost; p": both(has_lost),
         "exploded; p": both(has_exploded),
         "entropy": cell(differences("entropy_wrong_end"), 2, signed=True),
         "right": cell(differences("right_end"), 2, signed=True),
@@ -218,29 +222,26 @@ def _pair(ones: Sequence[dict], others: Sequence[dict]) -> dict[str, str]:
 # alarms
 
 ALARMS_TITLE = (
-    "**What each sign of lld/record/phases.py was worth**, over the runs whose EM fell and those whose EM "
-    "did not. Lead: steps from the sign to the step from which EM stayed below its level, least, median and "
-    "largest; displacement is the warning that there was before."
+    "**What each sign of lld/record/phases.py was worth**, over the runs that lost EM and the others. "
+    "Lead: steps from the sign to that loss, least, median and largest; displacement is the warning "
+    "that there was before."
 )
 
 
 def alarms(rows: Sequence[dict]) -> Table:
-    """How often each sign came before the fall, after it or not at all, and in runs that did not fall."""
-    dead = [row for row in rows if row["fell_step"] is not None]
-    alive = [row for row in rows if row["fell_step"] is None]
+    """How often each sign came before the loss, after it or not at all, and in the other runs."""
+    dead, alive = [row for row in rows if has_lost(row)], [row for row in rows if not has_lost(row)]
     table = []
     for name in SIGNS:
         column = f"alarm_{name}"
-        leads = sorted(row["fell_step"] - row[column] for row in dead if row[column] is not None)
+        leads = sorted(row["lost_step"] - row[column] for row in dead if row[column] is not None)
         before = sum(lead > 0 for lead in leads)
-        entry = {"sign": name, "runs that fell": str(len(dead)), "before": str(before)}
+        entry = {"sign": name, "runs that lost EM": str(len(dead)), "before": str(before)}
         entry |= {"after": str(len(leads) - before), "missed": str(len(dead) - len(leads))}
         entry["lead"] = f"{leads[0]:.0f}, {median(leads):.0f}, {leads[-1]:.0f}" if leads else DASH
         false = [row["arm"] for row in alive if row[column] is not None]
         counts = ", ".join(f"{false.count(arm)} {arm}" for arm in dict.fromkeys(false))
-        entry["in runs that did not fall"] = f"{len(false)} of {len(alive)}" + (
-            f" ({counts})" if counts else ""
-        )
+        entry["in the other runs"] = f"{len(false)} of {len(alive)}" + (f" ({counts})" if counts else "")
         table.append(entry)
     return table_of(ALARMS_TITLE, table)
 
@@ -302,4 +303,5 @@ def all_tables(experiment: Experiment, rows: Sequence[dict]) -> str:
         alarms(rows),
         law(rows, experiment.runs, experiment.law),
     ]
+    head = "\n".join(textwrap.wrap(head, WIDTH))
     return "\n\n".join([head, *[markdown(table) for table in tables if table.rows]]) + "\n"

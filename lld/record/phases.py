@@ -6,8 +6,9 @@ a phase without an alarm; what tells them apart is what becomes of the wrong res
     1 displacement   S > 2, where S is a one-sided CUSUM (Page 1954) of what correct responses lose:
                      x = displacement/correct / |likelihood/correct_old| of a step, clamped to ±0.3
                      S = max(0, S - x - 0.01)
-    2 flattening     entropy/incorrect (median of a window) has been more than 30 % above its least so far for
-                     a window of steps in a row: the distribution of wrong responses flattens.
+    2 flattening     entropy/incorrect (median of a window) has been more than 30 % above its least so far,
+                     and above that of the first window, for a window of steps in a row: the distribution of
+                     wrong responses flattens.
     3 spiral         2, and wrong responses are less likely than right ones by more than 0.4 nats a token
                      (likelihood/incorrect_old - likelihood/correct_old, mean of a window).
 
@@ -55,18 +56,23 @@ DISPLACEMENT, FLATTENING, SPIRAL, COLLAPSE = range(1, 5)
 
 
 class Rise:
-    """Whether the median of the last 10 values was 30 % above its least so far, for 10 values in a row."""
+    """Whether the median of the last 10 values was 30 % above its least so far, for 10 values in a row.
+
+    And above the first such median: entropy that falls in training and comes back is no alarm.
+    """
 
     def __init__(self):
         self.values: deque[float] = deque(maxlen=WINDOW)
-        self.least, self.held = math.inf, 0
+        self.first, self.least, self.held = None, math.inf, 0
+        self.level = math.nan
 
     def update(self, value: float) -> bool:
         self.values.append(value)
         if len(self.values) == WINDOW:
-            level = statistics.median(self.values)  # one wild step does not move it
+            level = self.level = statistics.median(self.values)  # one wild step does not move it
+            self.first = level if self.first is None else self.first
             self.least = min(self.least, level)
-            self.held = self.held + 1 if level > RISE * self.least else 0
+            self.held = self.held + 1 if level > max(self.first, RISE * self.least) else 0
         return self.risen
 
     @property
@@ -135,10 +141,9 @@ class Detector:
                 "start a new one from a checkpoint of before (model.path), with a smaller optim.lr."
             )
         if phase in (FLATTENING, SPIRAL):
-            flat = statistics.median(self.wrong.values)
             return (
-                f"{begins}: entropy of wrong responses {self.wrong.least:.2f} at its least -> {flat:.2f} "
-                f"nats; they are {abs(self.gap):.2f} nats a token "
+                f"{begins}: entropy of wrong responses {self.wrong.least:.2f} at its least -> "
+                f"{self.wrong.level:.2f} nats; they are {abs(self.gap):.2f} nats a token "
                 f"{'less' if self.gap < 0 else 'more'} likely than right ones. If the sampler cuts "
                 "(rollout.top_p below 1), train what it samples: loss.support=kept, or rollout.top_p=1. "
                 "Otherwise lower optim.lr, or raise loss.lld_weight."

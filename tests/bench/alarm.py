@@ -1,8 +1,9 @@
 """What the early warning and the collapse alarm (lld/record/phases.py) are worth on recorded runs: misses,
 delays, false alarms.
 
-    python tests/bench/alarm.py                 # the table, from tests/fixtures/alarm.jsonl
-    python tests/bench/alarm.py --add RUN …  # adds run folders to that file
+    python tests/bench/alarm.py              # the table of the first world, from tests/fixtures/alarm.jsonl
+    python tests/bench/alarm.py --causes     # signs in some runs of configs/experiments/causes.yaml
+    python tests/bench/alarm.py --add RUN …  # adds run folders to the fixture of those
 
 A run counts as collapsed if the mean reward of its last 10 steps is below half of its best level (the highest
 mean of 10 steps, of fewer at the start), and its reward as lost from the first step at which the mean of the
@@ -22,6 +23,7 @@ from lld.experiment.outcomes import SIGNS, alarms
 from lld.record import phases, runs
 
 FIXTURE = ROOT / "tests" / "fixtures" / "alarm.jsonl"
+CAUSES = ROOT / "tests" / "fixtures" / "causes.jsonl"
 NAMES = (*phases.WATCHED, "displacement/correct")
 DIGITS = 3
 
@@ -35,6 +37,7 @@ def add(folders: list[Path]) -> None:
             "method": runs.method(options),
             "rate": options["optim.lr"],
             "seed": options["run.seed"],
+            "name": folder.name,
             "questions": options["rollout.num_questions"],
             "updates": options["optim.updates_per_rollout"],
         }
@@ -44,7 +47,7 @@ def add(folders: list[Path]) -> None:
             if any(name in row for row in rows)
         }
         lines.append(json.dumps(about | {"columns": columns}, separators=(",", ":")))
-    with open(FIXTURE, "a") as file:
+    with open(CAUSES, "a") as file:
         file.write("".join(line + "\n" for line in lines))
 
 
@@ -54,10 +57,10 @@ def short(value: float) -> float | int:
     return int(value) if value.is_integer() else value
 
 
-def read() -> list[tuple[dict, list[dict]]]:
+def read(path: Path = FIXTURE) -> list[tuple[dict, list[dict]]]:
     """(what a run is, its rows) of every recorded run."""
     found = []
-    for line in FIXTURE.read_text().splitlines():
+    for line in path.read_text().splitlines():
         about = json.loads(line)
         columns = about.pop("columns")
         count = len(columns["reward/mean"])
@@ -127,12 +130,22 @@ def table() -> tuple[list[dict], str]:
     return judged, "\n".join(lines)
 
 
+def signs_of_causes() -> dict[str, dict[str, int | None]]:
+    """Run -> the first step of each sign, of the recorded runs of configs/experiments/causes.yaml."""
+    return {about["name"]: alarms(rows, about["updates"]) for about, rows in read(CAUSES)}
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--add", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument("--causes", action="store_true")
     args = parser.parse_args()
     if args.add:
         add(args.add)
-    print(table()[1])
+    if args.causes or args.add:
+        for name, signs in signs_of_causes().items():
+            print(name, signs)
+    else:
+        print(table()[1])
