@@ -47,11 +47,8 @@ def _sample_cut(
     """`sample_tokens` with `cut` = (top_p, min_p, top_k); rows that keep all of what was sorted go again."""
     drawn, rows, V = {}, list(range(len(logits_SV))), logits_SV.shape[-1]
     for num_sorted in (TOP, V) if logits_SV.is_cuda else (FEW, TOP, V):
-        best_SK, order_SK, kept_SK = _nucleus(logits_SV, min(num_sorted, V), *cut)
-        ids_SK, place_SK = order_SK.sort()
-        nucleus_SK = best_SK.masked_fill(~kept_SK, -torch.inf).gather(1, place_SK)
-        place_S1, logprob_S1 = _invert_cdf(nucleus_SK, uniforms_S)
-        some = _to_host(ids_SK.gather(1, place_S1), logprob_S1, kept_SK[:, -1:])
+        nucleus_SV, order_SK, kept_SK = _nucleus(logits_SV, min(num_sorted, V), *cut)
+        some = _to_host(*_invert_cdf(nucleus_SV, uniforms_S), kept_SK[:, -1:])
         for row, (token, logprob, _) in zip(rows, some, strict=True):
             drawn[row] = (token, logprob)
         if keep_ids:
@@ -72,7 +69,7 @@ def _to_host(token_S1: torch.Tensor, *columns_S1: torch.Tensor) -> list[tuple]:
 def _nucleus(
     logits_SV: torch.Tensor, num_sorted: int, top_p: float, min_p: float, top_k: int
 ) -> tuple[torch.Tensor, ...]:
-    """The `num_sorted` largest logits of each row, likeliest first; their ids; which of these to keep.
+    """The logits of the tokens to keep, else -inf; the `num_sorted` likeliest ids; which of these to keep.
 
     Where the last of these is kept, more might be.
     """
@@ -84,7 +81,9 @@ def _nucleus(
     kept_SK = (before_SK < top_p) & (share_SK >= min_p * share_SK[:, :1])
     if top_k > 0:
         kept_SK[:, top_k:] = False
-    return best_SK, order_SK, kept_SK
+    nucleus_SV = torch.full_like(logits_SV, -torch.inf)
+    nucleus_SV.scatter_(-1, order_SK, best_SK.masked_fill(~kept_SK, -torch.inf))
+    return nucleus_SV, order_SK, kept_SK
 
 
 def _invert_cdf(logits_SV: torch.Tensor, uniforms_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
