@@ -190,8 +190,6 @@ def serve(app: FastAPI, bound: socket.socket, limits: Limits) -> None:
 def start(arguments: list[str] | None = None) -> None:
     """Binds the port, opens the index, serves."""
     options, args = parse_options(arguments)
-    if options.corpus is None:  # said before PyTorch is imported
-        raise ValueError('retriever.corpus is null: give the passages, a jsonl of {"id", "contents"}')
     limits = Limits(
         queries=args.max_queries,
         topk=args.max_topk,
@@ -202,6 +200,8 @@ def start(arguments: list[str] | None = None) -> None:
     )
     # Bind first: opening an index may take minutes.
     bound = bind(args.host, args.port)
+    if options.corpus is None:  # said before PyTorch is imported
+        raise ValueError('retriever.corpus is null: give the passages, a jsonl of {"id", "contents"}')
     from lld.retrieval import memory
     from lld.retrieval.backends import open_retriever
 

@@ -318,11 +318,12 @@ def check_weights(cfg: Config) -> None:
             "whole vocabulary; use 'full'"
         )
     moves = cfg.optim.updates_per_rollout > 1 or loss.old_logprobs == "sampler"
-    if "off_policy" in loss.weights and not moves:
-        raise ValueError(
-            "loss.weights off_policy with optim.updates_per_rollout = 1 cannot act: at the only update the "
-            "policy still is the old policy; use more updates per rollout or loss.old_logprobs sampler"
-        )
+    for option, name in (("weights", "off_policy"), ("penalties", "kl_cov")):
+        if name in getattr(loss, option) and not moves:
+            raise ValueError(
+                f"loss.{option} {name} with optim.updates_per_rollout = 1 cannot act: at the only update the "
+                "policy still is the old policy; use more updates per rollout or loss.old_logprobs sampler"
+            )
 
 
 def check_correction(cfg: Config) -> None:

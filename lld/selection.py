@@ -196,8 +196,8 @@ def choose_tokens(accelerator, policy, batch: Batch, cfg: Config) -> Batch:
     """`batch` with what the rules choose that compare all tokens of an optimizer step (CHOOSERS).
 
     They compare under the policy before the first update, so that a choice depends neither on micro-batches
-    nor on the number of processes. That scores the rows of the first update once more than without such a
-    rule. Their papers compare under the policy at the moment of the update.
+    nor on the number of processes. That scores every row once more than without such a rule. Their
+    papers compare under the policy at the moment of the update.
     """
     if "nthr" in cfg.loss.weights:
         batch = replace(batch, chosen={"nthr": nthr_table(accelerator, policy, batch, cfg)})

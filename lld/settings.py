@@ -164,6 +164,12 @@ def _over(tree: dict, upper: dict) -> dict:
     return merged
 
 
+def _beneath(tree: dict) -> dict:
+    """What holds where `tree` says nothing: the options of its preset, and below them the defaults."""
+    loss = tree.get("loss")
+    return _over(to_dict(Config()), _preset(loss.get("preset")) if isinstance(loss, dict) else {})
+
+
 def from_dict(tree: dict) -> Config:
     """A checked `Config` from nested dicts; `loss.preset` gives options that `tree` does not.
 
@@ -307,7 +313,7 @@ def with_overrides(tree: dict, overrides: list[str]) -> Config:
         target = tree[section]
         if "." in option and isinstance(target, dict):  # one entry of a dict option: eval.benchmarks.nq=path
             option, _, key = option.partition(".")
-            target.setdefault(option, to_dict(Config()).get(section, {}).get(option, {}))
+            target.setdefault(option, _beneath(tree).get(section, {}).get(option, {}))
             target, option = target[option], key or "?"
         if not isinstance(target, dict):
             raise ValueError(f"override {override!r}: {name.rpartition('.')[0]} holds no options of its own")

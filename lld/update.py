@@ -337,8 +337,8 @@ def optimizer_step(
         suspects += [
             batch.names[row] for row, finite in zip(rows, finite_B.tolist(), strict=False) if not finite
         ]
-        # Rows with a non-finite loss are reported, and left out of the means.
-        mask_BT = (micro.action_ids_BT > 0) & finite_B[:, None]
+        # Rows with a non-finite loss are reported, and like dropped ones left out of the means.
+        mask_BT = (trained_ids(micro) > 0) & finite_B[:, None]
         means.add("loss", losses_B.detach() * counts["rows"], mask_BT.any(1))
         for name, terms_BT in terms.items():
             means.add(f"loss/{name}", terms_BT.detach(), mask_BT)

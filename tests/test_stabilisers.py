@@ -441,6 +441,13 @@ def test_filters_tell_truncated_and_void_episodes():
             "off_policy with optim.updates_per_rollout = 1 cannot act",
         ),
         (
+            {
+                "loss": {"penalties": {"kl_cov": 0.1}, "lld_weight": 0.0},
+                "optim": {"updates_per_rollout": 1},
+            },
+            "kl_cov with optim.updates_per_rollout = 1 cannot act",
+        ),
+        (
             {"advantage": {"kind": "rloo", "normalize_std": False}},
             "does nothing with advantage.kind = 'rloo'",
         ),
@@ -680,7 +687,10 @@ def test_a_preset_states_departures_and_loads_alone_and_with_llds(path):
 
 
 SAID_FOR_CLARITY = {
-    *(("loss", name) for name in ("clip_low", "clip_dual", "correction_cap", "constant_tokens")),
+    *(
+        ("loss", name)
+        for name in ("clip_low", "clip_dual", "correction_cap", "constant_tokens", "aggregation")
+    ),
     ("advantage", "stratum_weight"),
 }
 
@@ -696,6 +706,21 @@ def test_a_preset_lies_below_the_file_and_above_it_on_the_command_line(tmp_path)
     assert (cfg.loss.clip_low, cfg.loss.kl_weight) == (0.2, 0.01)
     settings.save(cfg, path)
     assert settings.load(str(path)) == cfg
+
+
+def test_one_entry_of_a_dict_option_leaves_those_of_the_files_preset(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("loss: {preset: nthr}\n")
+    cfg = settings.load(str(path), ["loss.weights.positives=0.1"])
+    assert cfg.loss.weights == {"nthr": 1.0, "positives": 0.1}
+    cfg = settings.load(str(path), ["loss.weights.positives=0.1", "loss.weights.nthr=2"])
+    assert cfg.loss.weights == {"nthr": 2.0, "positives": 0.1}
+
+
+@pytest.mark.parametrize("name", ["gspo", "gmpo", "sapo"])
+def test_methods_of_a_mean_over_responses_have_it_in_a_config_of_the_token_mean(name):
+    tree = {"loss": {"aggregation": "token_mean"}}
+    assert settings.with_overrides(tree, [f"loss.preset={name}"]).loss.aggregation == "sequence_mean"
 
 
 @pytest.mark.parametrize("name", ["dapoo", "../tiny", 3, ["dapo"]])

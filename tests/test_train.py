@@ -1,6 +1,7 @@
 """train.py as a user runs it: whole runs of a world made in seconds, killed, resumed, refused and deprived of
 its retriever."""
 
+import contextlib
 import errno
 import json
 import os
@@ -10,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -424,10 +426,27 @@ def python_block(page: str, words: str) -> str:
     return block
 
 
+def phases_of(*numbers):
+    """An update of the detector that finds these phases, with an entropy of wrong responses to tell of."""
+
+    def update(self, row):
+        self.wrong.update(1.0)
+        return numbers[row["step"]]
+
+    return update
+
+
 def free_port() -> int:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return taken.getsockname()[1]
+
+
+def wait_for_port(port: int) -> None:
+    for _ in range(600):
+        with contextlib.suppress(ConnectionError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.1)
 
 
 def test_a_run_with_the_retriever_and_the_reward_of_the_docs(folder, tmp_path, monkeypatch):
@@ -446,6 +465,7 @@ def test_a_run_with_the_retriever_and_the_reward_of_the_docs(folder, tmp_path, m
         eval={"every": 0, "at_start": False},
     )
     try:
+        wait_for_port(port)
         with pytest.MonkeyPatch.context() as patch:
             draw_nothing(patch)
             patch.setattr(
@@ -488,7 +508,7 @@ def test_a_crash_box_replays_bit_for_bit_and_shows_another_loss(folder, capsys, 
     With more LLDS the first replayed update still agrees, later ones do not. What is trained are the ids that
     the sampler kept, which the box holds.
     """
-    monkeypatch.setattr(phases.Detector, "update", lambda self, row: (0, 2, 2, 3)[row["step"]])
+    monkeypatch.setattr(phases.Detector, "update", phases_of(0, 2, 2, 3))
     config = write_config(
         folder,
         "boxed",
@@ -559,7 +579,7 @@ def refused_replay(capsys, box: Path, *overrides: str) -> str:
 
 
 def test_a_run_can_stop_when_a_phase_begins_and_leaves_its_report(folder, capsys, monkeypatch):
-    monkeypatch.setattr(phases.Detector, "update", lambda self, row: 2 if row["step"] >= 1 else 0)
+    monkeypatch.setattr(phases.Detector, "update", phases_of(0, 2, 2, 2))
     config = write_config(
         folder,
         "stopped",

@@ -49,6 +49,13 @@ def test_micro_batch_size_does_not_change_the_gradient(changes):
             assert split_metrics[name] == pytest.approx(value, abs=1e-6, rel=1e-6), name
 
 
+@pytest.mark.parametrize("size", [1, 12])
+def test_dropped_rows_are_not_in_the_logged_losses(size):
+    options = {"aggregation": "token_mean", "kl_weight": 0.0, "entropy_weight": 0.0, "lld_weight": 0.0}
+    _, row, _ = two_steps(with_loss(**options, drop=["void_turn"], penalties={"nll": 0.1}), size)
+    assert row["loss"] == pytest.approx(row["loss/policy"] + row["loss/nll"], rel=1e-6)
+
+
 @pytest.mark.parametrize("budget", [64, 150, 10_000])
 def test_a_token_budget_does_not_change_the_gradient(budget):
     whole, metrics, _ = two_steps(OPTIONS, 12)
