@@ -524,7 +524,7 @@ def adapting() -> dict:
     """LoRA over bf16 weights, with the reference and an older anchor in the same model, and CUDA graphs over
     the merged copy."""
     graphs.REPEATS = 3
-    changes = {"loss": {"lld_lag_steps": 1}, "rollout": {"cuda_graphs": True}}
+    changes = {"loss": {"lld_lag_steps": 1}, "rollout": {"cuda_graphs": True, "weights": "trainer"}}
     return train_twice("adapters", model={"lora_rank": 4}, optim={"lr": 1e-2}, **changes)
 
 
