@@ -44,8 +44,11 @@ def add(lm: nn.Module, options: Model) -> None:
     )
     for layer in layers(lm).values():
         layer.cast_input_dtype_enabled = False  # a float32 copy of each input, which autocast would undo
-    for weight in weights(lm).values():
-        weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
+    trained = [(name, weight) for name, weight in lm.named_parameters() if weight.requires_grad]
+    for name, weight in trained:
+        module, _, leaf = name.rpartition(".")
+        whole = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+        setattr(lm.get_submodule(module), leaf, nn.Parameter(whole))
 
 
 def layers(lm: nn.Module) -> dict[str, nn.Module]:
