@@ -1,9 +1,11 @@
 """Experiments: grids are checked before anything runs, runs are resumed and not repeated, and the numbers are
 those of a hand.
 
-`python tests/test_experiment.py` writes the tables of docs/experiment.md anew from the record.
+`python tests/test_experiment.py` writes the tables of docs/experiment.md and docs/stabilisers.md anew from
+their record.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -21,7 +23,7 @@ from lld.experiment import figure as outcome_figure
 from lld.experiment import grid, intervals, outcomes, runner, tables
 from lld.record import runs
 
-PAGE = ROOT / "docs" / "experiment.md"
+PAGES = {"causes": ROOT / "docs/experiment.md", "stabilisers": ROOT / "docs/stabilisers.md"}
 TABLES_MARK, TABLES_END = "<!-- tables -->\n", "<!-- end of tables -->\n"
 FAKE_TRAIN = """
 import json, os, sys, time
@@ -212,7 +214,7 @@ def test_finished_runs_are_skipped_and_half_finished_ones_continue(tmp_path, cap
         "grpo-lr1e-4-s0",
         "grpo-lr1e-4-s1",
     ]
-    assert "4 of 4 runs played, 0 others" in (printed := capsys.readouterr().out)
+    assert "4 of 4 runs played, their rows in runs.csv" in (printed := capsys.readouterr().out)
     assert "commit abcdef0" in printed
     rows = outcomes.read_record(tmp_path / "runs.csv")
     assert {(row["arm"], row["seed"]): row["held_out_end"] for row in rows} == {
@@ -264,6 +266,8 @@ def test_a_fingerprint_tells_options_that_matter_and_no_folders(tmp_path):
     assert fingerprints(out=str(tmp_path / "x"), options=["run.save_every=7"]) == first
     # An option with its default is no other option
     assert fingerprints(arms={"a": ["loss.lld_weight=0"], "b": None}) == first
+    # A preset counts by its options, not by its name
+    assert fingerprints(arms={"a": ["loss.preset=grpo"], "b": None}) == first
     for changes in ({"steps": 13}, {"options": ["loss.clip_high=0.3"]}, {"learning_rates": ["2e-4"]}):
         assert not set(fingerprints(**changes)) & set(first), changes
 
@@ -575,17 +579,21 @@ def test_the_figure_draws_the_arms_that_were_played(tmp_path, monkeypatch):
         outcome_figure.plot_experiment(rows, ["action"], tmp_path / "figure.png")
 
 
-def page_of_causes() -> str:
-    """docs/experiment.md with the tables of its record."""
-    planned = grid.load_experiment(ROOT / "configs/experiments/causes.yaml")
-    rows = outcomes.read_record(ROOT / planned.record)
-    head, _, rest = PAGE.read_text().partition(TABLES_MARK)
-    return head + TABLES_MARK + tables.all_tables(planned, rows) + TABLES_END + rest.partition(TABLES_END)[2]
+def page_of(name: str) -> str:
+    """The page of an experiment with the tables of its record."""
+    planned = grid.load_experiment(ROOT / f"configs/experiments/{name}.yaml")
+    planned = dataclasses.replace(planned, record=ROOT / planned.record)
+    head, _, rest = PAGES[name].read_text().partition(TABLES_MARK)
+    return (
+        head + TABLES_MARK + runner.write_tables(planned, None) + TABLES_END + rest.partition(TABLES_END)[2]
+    )
 
 
-def test_the_page_has_the_tables_of_its_record():
-    assert PAGE.read_text() == page_of_causes(), "run python tests/test_experiment.py"
+@pytest.mark.parametrize("name", PAGES)
+def test_the_page_has_the_tables_of_its_record(name):
+    assert PAGES[name].read_text() == page_of(name), "run python tests/test_experiment.py"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page_of_causes())
+    for name, page in PAGES.items():
+        page.write_text(page_of(name))

@@ -77,14 +77,18 @@ class Run:
     def fingerprint(self) -> str:
         """Ten digits for the options that decide a run's course: those that are not FREE, and its steps.
 
-        Options with their default do not count, so that adding an option changes no fingerprint.
+        Options with their default do not count, so that adding an option changes no fingerprint; nor does the
+        name of a preset, whose options do.
         """
         default = settings.to_dict(config.Config())
         told = {
             f"{section}.{name}": value
             for section, options in settings.to_dict(self.cfg).items()
             for name, value in options.items()
-            if section != "plan" and f"{section}.{name}" not in FREE and value != default[section][name]
+            if (section, name) != ("loss", "preset")
+            and section != "plan"
+            and f"{section}.{name}" not in FREE
+            and value != default[section][name]
         }
         text = json.dumps(told | {"run.steps": self.steps}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:10]

@@ -141,6 +141,7 @@ def describe_run(rows: Sequence[dict], benchmark: str | None = None, num_updates
     em_end, and all that ends in _end: means of the last 40 steps. em_peak, em_fall, lost_step, fell_step:
     `fall`. collapse_step: `lld.record.runs.find_collapse`. onset_*: `onset` of the entropy of wrong
     responses, as a whole and by what the context has seen. early_*: means of the first 100 steps.
+    displacement: mean of displacement/correct over all steps.
     Likelihoods: nats per token.
     """
     steps, ems = series(rows, "em")
@@ -160,6 +161,8 @@ def describe_run(rows: Sequence[dict], benchmark: str | None = None, num_updates
     row |= by_context(rows)
     row |= alarms(rows, num_updates)
     row["skipped_updates"] = sum(series(rows, "skipped_updates")[1])
+    displacements = series(rows, "displacement/correct")[1]
+    row["displacement"] = fmean(displacements) if displacements else None
     return row | {f"curve_{name}": curve(rows, logged) for name, logged in FOLLOWED.items()}
 
 

@@ -196,8 +196,17 @@ def train_command(run: Run, base: Path, script: Path) -> tuple[str, ...]:
 
 
 def write_tables(experiment: Experiment, figure: str | None) -> str:
-    """The tables of the record as Markdown; draws the figure if it has a path."""
-    rows = outcomes.read_record(experiment.record)
+    """The tables of the experiment's rows as Markdown; draws the figure if it has a path.
+
+    A record may hold other experiments too; a run that they share has this one's names here.
+    """
+    runs = {run.fingerprint: run for run in experiment.runs}
+    record = outcomes.read_record(experiment.record)
+    rows = [
+        row | {"world": runs[row["fingerprint"]].world, "arm": runs[row["fingerprint"]].arm}
+        for row in record
+        if row["fingerprint"] in runs
+    ]
     if not rows:
         raise ValueError(f"no run of this experiment is in {experiment.record}: play it, or give --record")
     if figure:

@@ -113,6 +113,10 @@ def arrow(names: Sequence[str], rows: Sequence[dict]) -> str:
     return " -> ".join(f"{fmean(some):.2f}" if some else DASH for some in values)
 
 
+def displacement(rows: Sequence[dict]) -> str:
+    return cell([None if row["displacement"] is None else 1e4 * row["displacement"] for row in rows], 1, True)
+
+
 # ----------------------------------------------------------------------------------------------------
 # what became of each arm
 
@@ -144,7 +148,8 @@ LIKELIHOODS_TITLE = (
     "at the end. Entropy of wrong responses at the start, at its least and at the end, then of right "
     "ones at the end. Flattening: median step from which the entropy of wrong responses is 30 % above "
     "its least and above its start for ten steps, of how many runs; as a whole, and in contexts that "
-    "have seen no passage yet (first), one with the answer (lucky), only others (unlucky)."
+    "have seen no passage yet (first), one with the answer (lucky), only others (unlucky). Displacement: "
+    "mean of displacement/correct, 10⁻⁴ nats a token and step."
 )
 LIKELIHOODS: dict[str, Callable[[Sequence[dict]], str]] = {
     "right": partial(arrow, ("right_start", "right_most", "right_end")),
@@ -153,6 +158,7 @@ LIKELIHOODS: dict[str, Callable[[Sequence[dict]], str]] = {
     "of right": partial(arrow, ("entropy_right_end",)),
     "flattening": partial(when, "onset"),
     **{f"{name} contexts": partial(when, f"onset_{name}") for name in CONTEXTS},
+    "displacement": displacement,
 }
 
 
@@ -169,24 +175,25 @@ def by_arm(rows: Sequence[dict], title: str, columns: dict[str, Callable[[Sequen
 # arms compared
 
 PAIRS_TITLE = (
-    "**Arms compared at the same world and learning rate**: first arm minus second, over the n seeds "
-    "that both have, ± 95 % t-interval. p of signs: exact, over all signs of the differences of EM "
-    "(five pairs give at least .0625); p of dealing: exact, over all ways of dealing the runs to the "
-    "two arms (five and five: at least .0079). Lost, exploded: runs of each arm, p of Fisher's exact "
-    "test. Entropy, right, gap: entropy of wrong responses, log-likelihood of right ones, wrong minus "
+    "**Arms compared at the same world, learning rate and number of steps**: first arm minus second, "
+    "over the n seeds that both have, ± 95 % t-interval. p of signs: exact, over all signs of the "
+    "differences of EM (five pairs give at least .0625); p of dealing: exact, over all ways of dealing the "
+    "runs to the two arms (five and five: at least .0079). Lost, exploded: runs of each arm, p of "
+    "Fisher's exact test. Entropy, right, gap: entropy of wrong responses, log-likelihood of right ones, wrong minus "
     "right log-likelihood, and valid actions, at the end."
 )
 
 
 def compared(rows: Sequence[dict], pairs: Sequence[tuple[str, str]]) -> Table:
-    """Each pair of arms at each world and rate that both have."""
-    points = groups(rows, "world", "rate", "arm")
+    """Each pair of arms at each world, rate and number of steps that both have."""
+    points = groups(rows, "world", "rate", "steps", "arm")
     table = []
-    for world, rate in dict.fromkeys((world, rate) for world, rate, _ in points):
+    for place in dict.fromkeys(point[:3] for point in points):
         for arm, other in pairs:
-            ones, others = points.get((world, rate, arm)), points.get((world, rate, other))
+            ones, others = points.get((*place, arm)), points.get((*place, other))
             if ones and others:
-                table.append({"world": world, "lr": rate, "arms": f"{arm} - {other}"} | _pair(ones, others))
+                about = dict(zip(("world", "lr", "steps"), map(str, place), strict=True))
+                table.append(about | {"arms": f"{arm} - {other}"} | _pair(ones, others))
     return table_of(PAIRS_TITLE, table)
 
 
@@ -207,6 +214,7 @@ def _pair(ones: Sequence[dict], others: Sequence[dict]) -> dict[str, str]:
     return {
         "n": str(len(pairs)),
         "EM": cell(differences("em_end"), 3, signed=True),
+        "held out": cell(differences("held_out_end"), 3, signed=True),
         "p of signs": p_text(intervals.sign_flip_p([d for d in differences("em_end") if d is not None])),
         "p of dealing": p_text(intervals.swap_p(*ends)),
         "lost; p": both(has_lost),
@@ -290,11 +298,9 @@ def law(rows: Sequence[dict], runs: Sequence[Run], arms: Sequence[str]) -> Table
 def all_tables(experiment: Experiment, rows: Sequence[dict]) -> str:
     """The tables of a record as Markdown."""
     commits = sorted({row["commit"][:7] for row in rows} - {""})
-    wanted = {run.fingerprint for run in experiment.runs}
-    done = sum(row["fingerprint"] in wanted for row in rows)
     head = (
-        f"{experiment.name}: {done} of {len(experiment.runs)} runs played, {len(rows) - done} others in "
-        f"{experiment.record}, commit {', '.join(commits) or 'unknown'}."
+        f"{experiment.name}: {len(rows)} of {len(experiment.runs)} runs played, their rows in "
+        f"{experiment.record.name}, commit {', '.join(commits) or 'unknown'}."
     )
     tables = [
         by_arm(rows, OUTCOMES_TITLE, OUTCOMES),
