@@ -179,8 +179,8 @@ PAIRS_TITLE = (
     "over the n seeds that both have, ± 95 % t-interval. p of signs: exact, over all signs of the "
     "differences of EM (five pairs give at least .0625); p of dealing: exact, over all ways of dealing the "
     "runs to the two arms (five and five: at least .0079). Lost, exploded: runs of each arm, p of "
-    "Fisher's exact test. Entropy, right, gap: entropy of wrong responses, log-likelihood of right ones, wrong "
-    "minus right log-likelihood, and valid actions, at the end."
+    "Fisher's exact test. Entropy, right, gap: entropy of wrong responses, log-likelihood of right ones, "
+    "wrong minus right log-likelihood, and valid actions, at the end."
 )
 
 
