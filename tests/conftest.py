@@ -107,6 +107,23 @@ def make_lm(
     return lm
 
 
+def play(lm, tokenizer, questions, search, cfg):
+    """Two episodes of each question, as the config samples them; with kept ids if it trains those."""
+    from lld.rollout import Budgets, open_engine, rollout
+
+    return rollout(
+        open_engine(lm, tokenizer, cfg.rollout, cfg.rollout, keep_ids=cfg.loss.support == "kept"),
+        tokenizer,
+        questions,
+        search,
+        Budgets.of(cfg.rollout),
+        num_samples=2,
+        seed=0,
+        step=0,
+        overlap_search=False,
+    )
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     return make_tokenizer()

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import make_lm
+from conftest import make_lm, play
 
 from lld import settings
 from lld.engine.sampling import sample_tokens
@@ -16,7 +16,6 @@ from lld.model import lm_head
 from lld.model.lm_head import token_scores
 from lld.policy import Policy
 from lld.record import sentinel, trajectories
-from lld.rollout import Budgets, open_engine, rollout
 from lld.running.crashbox import read_episodes
 from lld.update import take_rows, update_policy
 
@@ -126,17 +125,7 @@ def played(lm, tokenizer, questions, search):
     """Episodes of a random policy at top_p .8 and temperature 1.5, with their kept ids."""
     changes = {"top_p": 0.8, "temperature": 1.5, "max_new_tokens": 25, "max_turns": 2}
     cfg = settings.from_dict(KEPT | {"rollout": changes})
-    return cfg, rollout(
-        open_engine(lm, tokenizer, cfg.rollout, cfg.rollout, keep_ids=True),
-        tokenizer,
-        questions,
-        search,
-        Budgets.of(cfg.rollout),
-        num_samples=2,
-        seed=0,
-        step=0,
-        overlap_search=False,
-    )
+    return cfg, play(lm, tokenizer, questions, search, cfg)
 
 
 @pytest.fixture(scope="module")

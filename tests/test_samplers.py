@@ -6,14 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import make_lm
+from conftest import make_lm, play
 
 from lld import settings
 from lld.engine.sampling import sample_tokens
 from lld.episode import collate
 from lld.model.coarse import COARSE, rounded_names
 from lld.policy import Policy
-from lld.rollout import Budgets, open_engine, rollout
 from lld.running import playing, sharding
 from lld.update import score_batch, trained_temperature
 
@@ -63,19 +62,6 @@ def test_kept_support_agrees_with_every_cut(cut, lm, tokenizer, questions, searc
     assert float((trained_BT - batch.sampled_logprobs_BT).abs().max()) < 1e-4
     assert 1 < int(batch.kept_counts_BT.max()) < len(tokenizer)
     assert "top_k" not in cut or int(batch.kept_counts_BT.max()) <= cut["top_k"]
-
-
-def play(lm, tokenizer, questions, search, cfg):
-    return rollout(
-        open_engine(lm, tokenizer, cfg.rollout, cfg.rollout, keep_ids=cfg.loss.support == "kept"),
-        tokenizer,
-        questions,
-        search,
-        Budgets.of(cfg.rollout),
-        num_samples=2,
-        seed=0,
-        step=0,
-    )
 
 
 def test_a_temperature_that_the_loss_does_not_share(lm, tokenizer, questions, search):
