@@ -570,13 +570,19 @@ def test_the_figure_draws_the_arms_that_were_played(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, path: figures.append(self))
     rows = [record_of("grpo", rate, seed, 0.4, fell=30) for rate in ("1e-4", "2e-4") for seed in (0, 1)]
-    outcome_figure.plot_experiment(rows, ["grpo", "action"], tmp_path / "figure.png")
+    outcome_figure.plot_experiment(rows, {"grpo": "plain $", "action": "a"}, tmp_path / "figure.png")
     (figure,) = figures
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["grpo", "EM below 3/4 of its best"]
-    assert [ax.get_title(loc="left") for ax in figure.axes[:2]] == ["easy, lr 1e-4", "easy, lr 2e-4"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "plain \\$",
+        "EM below 3/4 of its best",
+    ]
+    assert [ax.get_title(loc="left") for ax in figure.axes[:5:4]] == [
+        "exact match in training; easy, lr 1e-4",
+        "exact match in training; easy, lr 2e-4",
+    ]
     assert len(figure.axes[0].lines) == 3  # the mean, and a cross for each seed
     with pytest.raises(ValueError, match="no run of the arms to draw"):
-        outcome_figure.plot_experiment(rows, ["action"], tmp_path / "figure.png")
+        outcome_figure.plot_experiment(rows, {"action": "a"}, tmp_path / "figure.png")
 
 
 def page_of(name: str) -> str:

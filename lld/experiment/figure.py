@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 ARM_COLORS = ("#000000", *COLORS, "#8C6D31")
 LINE_STYLES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)))
 CURVES = (
-    ("curve_em", "exact match"),
-    ("curve_entropy_wrong", "entropy of wrong\nresponses (nats)"),
-    ("curve_right", "log-likelihood of right\nresponses (nats/token)"),
-    ("curve_wrong", "log-likelihood of wrong\nresponses (nats/token)"),
+    ("curve_em", "exact match in training"),
+    ("curve_entropy_wrong", "entropy of wrong responses (nats)"),
+    ("curve_right", "log-likelihood of right responses"),
+    ("curve_wrong", "log-likelihood of wrong responses"),
 )
 
 
@@ -49,8 +49,9 @@ def draw_arm(ax: "Axes", rows: Sequence[dict], name: str, style: dict) -> None:
             ax.plot([nearest], [curve[nearest]], "X", color=style["color"], markersize=6, zorder=4)
 
 
-def plot_experiment(rows: Sequence[dict], figure_arms: Sequence[str], path: str | Path) -> None:
-    """Draws the figure into a PNG: a column for each world and learning rate, a row for each of CURVES."""
+def plot_experiment(rows: Sequence[dict], figure_arms: dict[str, str], path: str | Path) -> None:
+    """Draws the figure into a PNG: a row for each world and learning rate that two arms have, a column for
+    each of CURVES. figure_arms: the arms to draw -> their labels."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -58,22 +59,25 @@ def plot_experiment(rows: Sequence[dict], figure_arms: Sequence[str], path: str 
     arms = [arm for arm in figure_arms if any(row["arm"] == arm for row in drawn)]
     if not arms:
         raise ValueError(f"no run of the arms to draw is in the record ({', '.join(figure_arms)})")
-    columns = groups(drawn, "world", "rate")
-    figure = Figure(figsize=(3.2 * len(columns) + 1.2, 8.6), dpi=130, layout="constrained")
-    axes = figure.subplots(len(CURVES), len(columns), squeeze=False, sharey="row", sharex="col")
-    for column, ((world, rate), same) in enumerate(columns.items()):
-        axes[0][column].set_title(f"{literal(world)}, lr {rate}", fontsize=9, loc="left")
-        for ax, (name, unit) in zip(axes[:, column], CURVES, strict=True):
+    lines = groups(drawn, "world", "rate")
+    compared = {place: same for place, same in lines.items() if len({row["arm"] for row in same}) > 1}
+    lines = compared or lines
+    figure = Figure(figsize=(13.2, 2.7 * len(lines) + 0.6), dpi=130, layout="constrained")
+    axes = figure.subplots(len(lines), len(CURVES), squeeze=False, sharey="col", sharex=True)
+    for line, ((world, rate), same) in enumerate(lines.items()):
+        for ax, (name, unit) in zip(axes[line], CURVES, strict=True):
             for arm in arms:
                 of_arm = [row for row in same if row["arm"] == arm and row.get(name)]
                 if of_arm:
                     draw_arm(ax, of_arm, name, style_of(arm, arms))
-            ax.set_ylabel(unit if column == 0 else "", fontsize=8)
-            ax.tick_params(labelsize=7.5)
+            title = unit if len(lines) == 1 else f"{unit}; {literal(world)}, lr {rate}"
+            ax.set_title(title, fontsize=9, loc="left")
+            ax.tick_params(labelsize=8)
             ax.grid(color="#e6e6e6", linewidth=0.6)
             ax.spines[["top", "right"]].set_visible(False)
-        axes[-1][column].set_xlabel("step", fontsize=8)
-    handles = [Line2D([], [], label=literal(arm), **style_of(arm, arms)) for arm in arms]
+    for ax in axes[-1]:
+        ax.set_xlabel("step", fontsize=8)
+    handles = [Line2D([], [], label=literal(figure_arms[arm]), **style_of(arm, arms)) for arm in arms]
     handles.append(Line2D([], [], marker="X", linestyle="", color="#555", label="EM below 3/4 of its best"))
-    figure.legend(handles=handles, loc="outside upper left", ncols=4, frameon=False, fontsize=8.5)
+    figure.legend(handles=handles, loc="outside upper left", ncols=8, frameon=False, fontsize=9)
     figure.savefig(path)

@@ -7,7 +7,7 @@ earlier ones in the order options, world, block, arm. Blocks are in the order in
 block plays all its runs of one seed before those of the next, so that whatever was played until an
 interruption compares the arms evenly. `record` is the CSV that holds a row for each finished run, and is kept
 with the code; `pairs` are the arms that are compared, [[arm, other], …]; `law` are the arms of the fit of the
-onset (default: none); `figure_arms` are those that are drawn (default: all).
+onset (default: none); `figure_arms` are those that are drawn (default: all), a list or {arm: its label}.
 """
 
 import hashlib
@@ -120,7 +120,7 @@ class Experiment:
     runs: tuple[Run, ...]
     pairs: tuple[tuple[str, str], ...]
     law: tuple[str, ...]
-    figure_arms: tuple[str, ...]
+    figure_arms: dict[str, str]  # arm -> label
 
 
 def rate_name(rate: float | str) -> str:
@@ -254,10 +254,11 @@ def load_experiment(
             raise ValueError(f"{path}: {name} = {tree.get(name)!r}: must be {what}")
     worlds, arms = _check_named(tree, "worlds"), _check_named(tree, "arms")
     pairs = _check_pairs(tree, arms, path)
-    law, figure_arms = (
-        _check_arms(tree, name, arms, default, path)
-        for name, default in (("law", []), ("figure_arms", list(arms)))
-    )
+    law = _check_arms(tree, "law", arms, [], path)
+    drawn = tree.get("figure_arms", list(arms))
+    labels = drawn if isinstance(drawn, dict) else {}
+    drawn = _check_arms({"figure_arms": list(labels) or drawn}, "figure_arms", arms, [], path)
+    figure_arms = {arm: str(labels.get(arm, arm)) for arm in drawn}
     out = Path(out or tree["out"]).resolve()
     worlds_dir = Path(worlds_dir).resolve() if worlds_dir else out / "worlds"
     runs = _make_runs(tree, worlds, arms, out, worlds_dir, path)
