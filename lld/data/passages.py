@@ -23,16 +23,22 @@ def parse_passage(line: bytes, where: str) -> Passage:
         # A lone surrogate would only fail much later, in the tokenizer or in the server's reply.
         (name + contents).encode()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        reason = f"no field {error}" if isinstance(error, KeyError) else error
         raise ValueError(
-            f'{where}: {line[:80]!r} must be a JSON object with "id" and "contents" in UTF-8 ({error!r}); '
+            f'{where}: {_start(line)} must be a JSON object with "id" and "contents" in UTF-8 ({reason}); '
             "mend or delete the line"
         ) from None
     if not isinstance(record["id"], (str, int)) or isinstance(record["id"], bool) or is_blank(contents):
         raise ValueError(
-            f'{where}: {line[:80]!r} needs an "id" (string or number) and a non-empty "contents"; mend or '
+            f'{where}: {_start(line)} needs an "id" (string or number) and a non-empty "contents"; mend or '
             "delete the line"
         )
     return Passage(name, contents)
+
+
+def _start(line: bytes) -> str:
+    """The first 80 bytes of a line, for a message: control characters are escaped."""
+    return repr(line[:80].decode(errors="replace").strip())
 
 
 def open_lines(path: str):
