@@ -18,6 +18,7 @@ from lld import settings
 from lld.episode import ANSWER, SEARCH, THINK, Batch, collate
 from lld.record import metrics, monitor, phases, trajectories
 from lld.record import sentinel as sentinel_module
+from lld.running import setup
 from lld.update import Scores
 
 ADVANTAGES_PG = torch.tensor([[1.0, -0.5, -0.5], [0.0, 0.0, 0.0], [1.1, 0.1, -1.2], [-1.0, 0.5, 0.5]])
@@ -373,6 +374,29 @@ def test_wrong_responses_that_flatten_are_an_alarm_and_with_a_gap_the_spiral():
         "are 0.45 nats a token less likely than right ones."
     )
     assert "loss.support=kept" in text and "rollout.top_p=1" in text
+
+
+@pytest.mark.parametrize(
+    "options, has, lacks",
+    [
+        ([], ["Lower optim.lr, or raise loss.lld_weight (0.2 now)."], ["kept", "top_p"]),
+        (
+            ["rollout.top_p=0.8", "loss.lld_weight=0"],
+            ["(rollout.top_p 0.8)", "loss.support=kept, or rollout.top_p=1. Or lower", "(0 now)"],
+            ["min_p", "top_k"],
+        ),
+        (["rollout.top_k=9", "rollout.min_p=0.1"], ["rollout.min_p=0 rollout.top_k=0"], ["top_p"]),
+        (["rollout.top_p=0.8", "loss.support=kept"], ["Lower optim.lr"], ["kept", "top_p"]),
+    ],
+)
+def test_the_warning_advises_what_would_change_this_run(options, has, lacks):
+    cfg = settings.load(str(ROOT / "configs" / "tiny.yaml"), options)
+    detector = setup.make_detector(cfg)
+    rows = history([0.0] * 50, flat=lambda s: 0.5 if s < 30 else 0.7)
+    row, phase = rows[-1], [detector.update(row) for row in rows][-1]
+    text = detector.warning(row, phase)
+    assert "(flattening) begins" in text
+    assert all(part in text for part in has) and not any(part in text for part in lacks), text
 
 
 def test_with_one_update_the_rescored_displacement_is_what_is_watched():

@@ -83,6 +83,8 @@ def test_the_alarm_goes_before_the_scores():
     assert "loss.support=kept" in spiral["text"]
     kept = judge(made(60, ems, phase=3), OPTIONS | {"loss.support": "kept"})
     assert "loss.support" not in kept["text"] and "Lower optim.lr" in kept["text"]
+    whole = judge(made(60, ems, phase=3), OPTIONS | {"rollout.top_p": 1.0})
+    assert "loss.support" not in whole["text"] and "Lower optim.lr" in whole["text"]
     idle = made(40, {}, lambda step: 0.0, **{"reward/mixed_groups": 0.0})
     assert judge(idle, OPTIONS)["text"].startswith("Nothing to learn from: no group was mixed for 40 steps.")
 

@@ -32,6 +32,7 @@ the phases are worth.
 import math
 import statistics
 from collections import deque
+from collections.abc import Mapping
 
 WINDOW = 10  # steps
 ALLOWANCE, LARGEST_FALL, DISPLACED = 0.01, 0.3, 2.0
@@ -53,6 +54,29 @@ WRONG, RIGHT, FLAT = "likelihood/incorrect_old", "likelihood/correct_old", "entr
 WATCHED = (*BETTER, "entropy", FLAT, WRONG, RIGHT)
 NAMES = ("healthy", "displacement", "flattening", "spiral", "collapse")
 DISPLACEMENT, FLATTENING, SPIRAL, COLLAPSE = range(1, 5)
+# Options that cut what is sampled from, and the values that cut nothing
+CUTS = {"rollout.top_p": 1.0, "rollout.min_p": 0.0, "rollout.top_k": 0}
+
+
+def remedy(options: Mapping[str, object]) -> str:
+    """What to do about flattening or a spiral in a run with these options ("section.option" -> value).
+
+    Only what would change the run: a sampler that does not cut, or whose kept ids are trained already, is not
+    the cause. Without options (a log alone) both cases are named.
+    """
+    cuts = {name: whole for name, whole in CUTS.items() if options.get(name, whole) != whole}
+    if options.get("loss.support") == "kept" or ("rollout.top_p" in options and not cuts):
+        cause = "Lower"
+    elif cuts:
+        cut = ", ".join(f"{name} {options[name]}" for name in cuts)
+        whole = " ".join(f"{name}={value:g}" for name, value in cuts.items())
+        cause = f"The sampler cuts ({cut}) and the loss does not: set loss.support=kept, or {whole}. Or lower"
+    else:
+        cause = "If the sampler cuts (rollout.top_p below 1), set loss.support=kept or rollout.top_p=1. "
+        cause += "Otherwise lower"
+    weight = options.get("loss.lld_weight")
+    now = f" ({weight:g} now)" if isinstance(weight, (int, float)) else ""
+    return f"{cause} optim.lr, or raise loss.lld_weight{now}."
 
 
 class Rise:
@@ -83,14 +107,16 @@ class Rise:
 class Detector:
     """The phase of a run, from its rows of metrics.jsonl, one by one.
 
-    num_updates: optim.updates_per_rollout. After `update`, `signs` holds the signs of a collapse in words
+    num_updates: optim.updates_per_rollout; advice: what the warning of flattening or a spiral ends with
+    (`remedy`). After `update`, `signs` holds the signs of a collapse in words
     (one alone is not a collapse), and `idle` the number of steps in a row without a mixed group.
     """
 
-    def __init__(self, num_updates: int = 2):
+    def __init__(self, num_updates: int = 2, advice: str = remedy({})):
         # With one update per rollout, its forward pass still has the old policy, so the displacement is 0
         # until the rollout is re-scored.
         self.displacement = "displacement/correct" if num_updates > 1 else "final/displacement/correct"
+        self.advice = advice
         self.rows: list[dict] = []
         self.falls: list[float] = [0.0]  # S after each step
         self.wrong = Rise()
@@ -144,9 +170,7 @@ class Detector:
             return (
                 f"{begins}: entropy of wrong responses {self.wrong.least:.2f} at its least -> "
                 f"{self.wrong.level:.2f} nats; they are {abs(self.gap):.2f} nats a token "
-                f"{'less' if self.gap < 0 else 'more'} likely than right ones. If the sampler cuts "
-                "(rollout.top_p below 1), train what it samples: loss.support=kept, or rollout.top_p=1. "
-                "Otherwise lower optim.lr, or raise loss.lld_weight."
+                f"{'less' if self.gap < 0 else 'more'} likely than right ones. {self.advice}"
             )
         if self.idle == LONG and not self.signs:
             return (

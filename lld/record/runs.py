@@ -142,7 +142,8 @@ def _plain(value, depth: int = 0):
     )
 
 
-def _flat(tree: dict) -> dict:
+def flat(tree: dict) -> dict:
+    """`section.option` -> value, of options by section."""
     return {
         f"{section}.{name}": value
         for section, options in tree.items()
@@ -162,7 +163,7 @@ def read_options(run_dir: str | Path) -> dict:
         raise ValueError(
             f"{path} is damaged ({error}): restore it, or move it away and the report does without"
         ) from None
-    return _plain(_flat(tree)) if isinstance(tree, dict) else {}
+    return _plain(flat(tree)) if isinstance(tree, dict) else {}
 
 
 def differences(options: Sequence[dict]) -> dict[str, list]:
@@ -171,7 +172,7 @@ def differences(options: Sequence[dict]) -> dict[str, list]:
     For a single run: the options that depart from the defaults, as [value, default].
     """
     if len(options) == 1:
-        options = [options[0], _flat(to_dict(Config()))]
+        options = [options[0], flat(to_dict(Config()))]
         names = [name for name in options[0] if name in options[1]]
     else:
         names = list(dict.fromkeys(name for some in options for name in some))

@@ -61,7 +61,7 @@ def judge(rows: Sequence[dict], options: dict) -> dict[str, str]:
     if phase in (phases.FLATTENING, phases.SPIRAL):
         begins = "A collapse threatens" if goes_on else "It ended near a collapse"
         said = f"{begins}, in phase {int(phase)} ({phases.NAMES[int(phase)]}): {_scores(course, outcome)}"
-        return {"kind": "bad", "text": f"{said}. {_remedy(options)}"}
+        return {"kind": "bad", "text": f"{said}. {phases.remedy(options)}"}
     if detector.idle >= phases.LONG:
         return {
             "kind": "bad",
@@ -80,12 +80,6 @@ def _collapse(outcome: dict, course: Course | None) -> str:
     fall = f": reward {reward['best']:.2f} at its best, {reward['last']:.2f} now" if reward else ""
     before = f"the checkpoint after {course.best_at} steps" if course else "a checkpoint of before"
     return f"{fall}. Start a new run from {before} (model.path), with a smaller optim.lr."
-
-
-def _remedy(options: dict) -> str:
-    if options.get("loss.support") == "kept":
-        return "Lower optim.lr, or raise loss.lld_weight."
-    return "If the sampler cuts (rollout.top_p below 1), set loss.support=kept; otherwise lower optim.lr."
 
 
 def _scores(course: Course | None, outcome: dict) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lld.config import keys_of
 from lld.protocol import PARTS
-from lld.record import runs, verdict
+from lld.record import phases, runs, verdict
 from lld.record.glossary import GLOSSARY
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -266,6 +266,7 @@ def page_content(
                 "options": options[index],
                 "outcome": runs.outcome(rows, options[index]),
                 "verdict": verdict.judge(rows, options[index]),
+                "remedy": phases.remedy(options[index]),
                 "checkpoint": verdict.describe_checkpoint(folder),
                 "steps": [row["step"] for row in rows],
                 "columns": columns(rows),

@@ -155,7 +155,7 @@ def begin_session(
         if about
         else []
     )
-    was, options = runs.read_options(run_dir), runs._flat(settings.to_dict(cfg))
+    was, options = runs.read_options(run_dir), runs.flat(settings.to_dict(cfg))
     changed = {
         name: [was[name], value]
         for name, value in json.loads(json.dumps(options)).items()

@@ -12,15 +12,15 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, set_seed
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from lld import protocol
+from lld import protocol, settings
 from lld.config import Config, Model
 from lld.data import load_benchmark, load_questions
 from lld.episode import Batch, Question
 from lld.model import adapters
 from lld.model.load import check_fit, load_lm, load_tokenizer, read_shape
 from lld.policy import Policy
+from lld.record import phases, runs
 from lld.record.metrics import Timed
-from lld.record.phases import Detector
 from lld.retrieval.client import check_health, make_search
 from lld.reward import check_own_reward
 from lld.rollout import check_prompts
@@ -75,7 +75,7 @@ def open_run(guard: Guard, cfg: Config, resume: bool, box: Path | None = None) -
         models=models,
         optimizer=optimizer,
         snapshots=[],
-        recorder=Recorder(Detector(cfg.optim.updates_per_rollout)),
+        recorder=Recorder(make_detector(cfg)),
         progress=Progress(),
         box=box,
     )
@@ -86,6 +86,12 @@ def open_run(guard: Guard, cfg: Config, resume: bool, box: Path | None = None) -
     if cfg.monitor.crash_box:
         run.recorder.recent = crashbox.Recent(cfg.monitor.crash_box)
     return run
+
+
+def make_detector(cfg: Config) -> phases.Detector:
+    """The detector of phases, whose warnings advise what would change this run."""
+    advice = phases.remedy(runs.flat(settings.to_dict(cfg)))
+    return phases.Detector(cfg.optim.updates_per_rollout, advice)
 
 
 def open_accelerator(cfg: Config) -> Accelerator:
