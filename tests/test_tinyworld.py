@@ -243,7 +243,8 @@ def test_a_rendered_demonstration_masks_exactly_what_the_model_writes(world, tok
     }
     seen_by = {query: [int(passage.id) for passage in row] for query, row in search.items()}
     turns = demonstrations.demonstrate(random.Random(1), world, question, seen_by, clumsy=False)
-    ids, own = demonstrations.render_demonstration(tokenizer, question.text, turns, observation_ids)
+    encoder = demonstrations.Encoder(tokenizer)
+    ids, own = demonstrations.render_demonstration(encoder, question.text, turns, observation_ids)
     written = " ".join(text for kind, text in turns if kind == "action")
     assert tokenizer.decode([i for i, mine in zip(ids, own, strict=True) if mine]) == tokenizer.decode(
         tokenizer.encode(written, add_special_tokens=False)

@@ -1,5 +1,6 @@
 """Demonstrations for the warm start: episodes with searches and answers, some of them with mistakes."""
 
+import functools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -214,14 +215,22 @@ def demonstrate(
     return writer.turns
 
 
+class Encoder:
+    """Encodes each prompt and each action once: most of them come back many times."""
+
+    def __init__(self, tokenizer):
+        self.prompt = functools.cache(functools.partial(protocol.encode_prompt, tokenizer))
+        self.action = functools.cache(functools.partial(tokenizer.encode, add_special_tokens=False))
+
+
 def render_demonstration(
-    tokenizer, question: str, turns: list[tuple[str, str]], observation_ids: dict[str, list[int]]
+    encoder: Encoder, question: str, turns: list[tuple[str, str]], observation_ids: dict[str, list[int]]
 ) -> tuple[list[int], list[bool]]:
     """Token ids of a whole episode, as in a rollout, and which of them the model writes."""
-    pieces = [(protocol.encode_prompt(tokenizer, question), False)]
+    pieces = [(encoder.prompt(question), False)]
     for kind, text in turns:
         if kind == "action":
-            pieces.append((tokenizer.encode(text, add_special_tokens=False), True))
+            pieces.append((encoder.action(text), True))
         else:
             pieces.append((observation_ids[text], False))
     return [i for ids, _ in pieces for i in ids], [own for ids, own in pieces for _ in ids]
@@ -250,11 +259,12 @@ def make_demonstrations(
     observation_ids = {
         query: protocol.render_observation(tokenizer, row, 1_000_000)[0] for query, row in found.items()
     }
+    encoder = Encoder(tokenizer)
     longest = dict.fromkeys(("prompt", "turn", "observation", "episode"), 0)
     for question in questions:
         for misses in ((), pick_misses(rng, world, question, seen_by)) if wording else ((),):
             turns = demonstrate(rng, world, question, seen_by, False, wording, misses)
-            lengths = _measure_episode(tokenizer, question, turns, observation_ids)
+            lengths = _measure_episode(encoder, question, turns, observation_ids)
             longest = {what: max(longest[what], lengths[what]) for what in longest}
     observation_ids[""] = tokenizer.encode(protocol.INVALID_ACTION, add_special_tokens=False)
     demonstrations = []
@@ -263,19 +273,22 @@ def make_demonstrations(
         unlucky = wording is not None and rng.random() < UNLUCKY
         misses = pick_misses(rng, world, question, seen_by) if unlucky else ()
         turns = demonstrate(rng, world, question, seen_by, True, wording, misses)
-        demonstrations.append(render_demonstration(tokenizer, question.text, turns, observation_ids))
+        demonstrations.append(render_demonstration(encoder, question.text, turns, observation_ids))
     return demonstrations, longest
 
 
 def _measure_episode(
-    tokenizer, question: TinyQuestion, turns: list[tuple[str, str]], observation_ids: dict[str, list[int]]
+    encoder: Encoder,
+    question: TinyQuestion,
+    turns: list[tuple[str, str]],
+    observation_ids: dict[str, list[int]],
 ) -> dict[str, int]:
     """Tokens of an episode, of its prompt, its longest turn and its longest observation."""
-    actions = [tokenizer.encode(text, add_special_tokens=False) for kind, text in turns if kind == "action"]
+    actions = [encoder.action(text) for kind, text in turns if kind == "action"]
     observations = [observation_ids[text] for kind, text in turns if kind == "search"]
-    episode, _ = render_demonstration(tokenizer, question.text, turns, observation_ids)
+    episode, _ = render_demonstration(encoder, question.text, turns, observation_ids)
     return {
-        "prompt": len(protocol.encode_prompt(tokenizer, question.text)),
+        "prompt": len(encoder.prompt(question.text)),
         "turn": max(map(len, actions)),
         "observation": max(map(len, observations)),
         "episode": len(episode),
