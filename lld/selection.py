@@ -153,7 +153,10 @@ def nthr_weights(
 
 @torch.no_grad()
 def nthr_table(accelerator, policy, batch: Batch, cfg: Config) -> torch.Tensor:
-    """(B, T) `nthr_weights` of every group under the policy before the update, on every process."""
+    """(B, T) `nthr_weights` of every group under the policy before the update, on every process.
+
+    Tokens of dropped rows enter no score and no threshold; p counts their rows, as the group's mean does.
+    """
     if isinstance(policy, FSDPModule):
         raise ValueError(
             "loss.weights nthr reads hidden states and the whole head, which a sharded policy does not have "
@@ -169,7 +172,7 @@ def nthr_table(accelerator, policy, batch: Batch, cfg: Config) -> torch.Tensor:
     for group in range(accelerator.process_index, num_groups, accelerator.num_processes):
         rows = list(range(group * size, (group + 1) * size))
         part = batch.rows(rows, accelerator.device)
-        written_BT = part.action_ids_BT > 0
+        written_BT = trained_ids(part) > 0
         with accelerator.autocast():
             states_NC, targets_N = bare.states(part.token_ids_BT, written_BT)
 

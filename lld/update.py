@@ -175,25 +175,25 @@ def loss_of(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A micro-batch's share (B,) of the step's loss, row by row, and its unreduced terms (B, T) for the log.
 
-    `divisor_BT` holds the log-probabilities that the ratio divides by, the trainer's or the sampler's.
-    `anchor_BT` holds those that LLDS compares with, always the trainer's. Sums over all micro-batches and
-    processes of a step are the loss of the step: Eq. 1 (or its token mean) + kl_weight * k3 - entropy_weight
-    * H + lambda * LLDS (Eq. 6). Terms of weight 0 are not computed, and their tables may be None.
+    The ratio divides by `divisor_BT`, log-probabilities of the trainer or of the sampler; LLDS compares with
+    `anchor_BT`, always the trainer's. Sums over all micro-batches and processes of a step are the loss of the
+    step: Eq. 1 (or its token mean) + kl_weight * k3 - entropy_weight * H + lambda * LLDS (Eq. 6). Terms of
+    weight 0 are not computed, and their tables may be None; outside the mask, terms may be anything.
     """
     action_ids_BT = trained_ids(micro)
     mask_BT = action_ids_BT > 0
     tokens = loss.Tokens.of(logprobs_BT, divisor_BT, micro.advantages_B, mask_BT, micro.chosen)
     terms_BT, terms = policy_terms(micro, tokens, divisor_BT, options)
     if options.kl_weight > 0:
-        terms["kl"] = loss.KL_ESTIMATORS[options.kl_estimator](tokens, reference_BT) * mask_BT
+        terms["kl"] = loss.KL_ESTIMATORS[options.kl_estimator](tokens, reference_BT)
         terms_BT = terms_BT + options.kl_weight * terms["kl"]
     for name, number in options.penalties.items():
-        terms[name] = torch.where(mask_BT, loss.PENALTIES[name](tokens, number), 0.0)
+        terms[name] = loss.PENALTIES[name](tokens, number)
         terms_BT = terms_BT + terms[name]
     if options.entropy_weight > 0:
-        terms_BT = terms_BT - options.entropy_weight * entropy_BT * mask_BT
-    aggregate = weights.AGGREGATIONS[options.aggregation]
-    row_losses_B = aggregate(terms_BT.sum(1), mask_BT.sum(1), counts, options)
+        terms_BT = terms_BT - options.entropy_weight * entropy_BT
+    sums_B = torch.where(mask_BT, terms_BT, 0.0).sum(1)  # not a product: 0 * NaN is NaN
+    row_losses_B = weights.AGGREGATIONS[options.aggregation](sums_B, mask_BT.sum(1), counts, options)
     if options.lld_weight > 0:
         terms["lld"] = weighted_lld_terms(micro, action_ids_BT, logprobs_BT, anchor_BT, beta, options)
         denominator = counts["preserved"] if options.lld_normalizer == "preserved" else counts["tokens"]

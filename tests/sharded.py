@@ -29,6 +29,7 @@ from lld.episode import collate
 from lld.policy import Policy
 from lld.record.metrics import summarize_updates
 from lld.running import checkpoint, recording, setup, sharding
+from lld.selection import choose_tokens
 from lld.update import score_batch, update_policy
 
 SPREAD = [[1.0, -0.5, -0.5], [0.0, 0.0, 0.0], [1.1, 0.1, -1.2], [-1.0, 0.5, 0.5], [0.3, -0.6, 0.3]]
@@ -129,6 +130,24 @@ def three_steps(accelerator, case: str, sharded: bool) -> dict:
         "old_BT": scores.old_BT,
         "metrics": summarize_updates(update_rows),
     }
+
+
+def choices(accelerator, sharded: bool) -> dict[str, torch.Tensor]:
+    """What the rules choose that compare tokens of several rows; one row is dropped. No NTHR on shards."""
+    weights = {"high_entropy": 0.2, "clip_cov": 0.1} | ({} if sharded else {"nthr": 0.0})
+    cfg = settings.from_dict(
+        OPTIONS
+        | {"rollout": {"num_questions": len(SPREAD), "group_size": 3}}
+        | {"optim": {"updates_per_rollout": 3, "micro_batch_size": 2}}
+        | {"loss": {"weights": weights, "penalties": {"kl_cov": 0.1}}}
+    )
+    tokenizer = make_tokenizer()
+    policy = Policy(make_lm(tokenizer))
+    policy = sharding.shard(policy, accelerator) if sharded else accelerator.prepare_model(policy)
+    episodes = make_episodes(3 * len(SPREAD), len(tokenizer))
+    trained_B = torch.arange(len(episodes)) != 6
+    batch = collate(episodes, torch.tensor(SPREAD), tokenizer.pad_token_id, trained_B)
+    return choose_tokens(accelerator, policy, batch, cfg).chosen | {"written": batch.action_ids_BT > 0}
 
 
 def some_tokens(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -304,6 +323,7 @@ def main(folder: Path) -> None:
     }
     found |= {
         "processes": accelerator.num_processes,
+        "choices": {kind: choices(accelerator, kind == "fsdp") for kind in ("ddp", "fsdp")},
         "two steps": {size: two_steps(OPTIONS, size)[:2] for size in (1, 4)},
         "bf16": in_bf16(accelerator),
         "checkpoint": optimizer_and_checkpoint(accelerator, folder / "unit"),

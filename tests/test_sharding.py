@@ -13,7 +13,7 @@ import yaml
 from accelerate import Accelerator
 from conftest import ROOT, make_tokenizer
 from gradients import OPTIONS, two_steps
-from sharded import CASES, SPREAD, STEPS, begun_elsewhere, make_episodes, new_lm, small, three_steps
+from sharded import CASES, SPREAD, STEPS, begun_elsewhere, choices, make_episodes, new_lm, small, three_steps
 from test_train import draw_nothing, refused, rows
 from transformers import AutoModelForCausalLM
 
@@ -91,6 +91,16 @@ def test_two_processes_give_the_same_gradient(found):
         assert max(relative(two, one) for two, one in zip(gradients, whole, strict=True)) < 1e-6
         for name, value in metrics.items():
             assert two_metrics[name] == pytest.approx(value, abs=1e-6, rel=1e-6), name
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_what_is_chosen_among_all_tokens_of_an_update_is_that_of_one_process(found, kind):
+    one, two = choices(Accelerator(cpu=True), False), found["choices"][kind]
+    assert two.keys() == one.keys() - ({"nthr"} if kind == "fsdp" else set())
+    for name, table_BT in two.items():
+        written_BT = one["written"]
+        assert torch.equal(table_BT[written_BT], one[name][written_BT]), name
+        assert len(table_BT[written_BT].unique()) > 1 or name == "written"
 
 
 def test_the_cases_are_what_they_say():
