@@ -135,6 +135,10 @@ class Reward:
     structure_format_score: float = 0.2
     final_format_score: float = 0.1  # of a wrong answer in invalid format
     retrieval_score: float = 0.0  # added in valid format, where a passage holds a gold answer
+    # DAPO's soft overlong punishment: the reward falls by up to 1 over the last overlong_cache of the
+    # overlong_max tokens that an episode may write; dynamic sampling does not see it. 0 and 0: none
+    overlong_max: int = 0
+    overlong_cache: int = 0  # DAPO: 4096 of 20480
 
 
 @dataclass(frozen=True)

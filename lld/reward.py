@@ -212,8 +212,18 @@ def score_text(
     return 0.0 if answer is None else ANSWER_SCORES[cfg.kind](answer, golden_answers)
 
 
+def overlong_punishment(num_tokens: int, cfg: Reward) -> float:
+    """0 up to L_max - L_cache tokens, from there linearly down to -1 at L_max and beyond.
+
+    DAPO's soft overlong punishment (arXiv 2503.14476, Eq. 13). L_max is overlong_max, L_cache overlong_cache;
+    the length is that of all that the model wrote in the episode.
+    """
+    over = num_tokens - (cfg.overlong_max - cfg.overlong_cache)
+    return -min(max(over / cfg.overlong_cache, 0.0), 1.0) if cfg.overlong_cache else 0.0
+
+
 def score_episodes(episodes: list[Episode], tokenizer, cfg: Reward) -> list[float]:
-    """The reward of each episode."""
+    """The reward of each episode, less its overlong punishment."""
 
     def decode(ids):
         return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -232,6 +242,7 @@ def score_episodes(episodes: list[Episode], tokenizer, cfg: Reward) -> list[floa
                 question=episode.question.text,
                 eos=tokenizer.eos_token or "",
             )
+            + overlong_punishment(episode.num_model_tokens, cfg)
         )
     return scores
 

@@ -397,6 +397,14 @@ def check_reward(cfg: Config) -> None:
         raise ValueError(f"reward.kind = {kind!r}: write package.module:function")
     of_format = ["reward.structure_format_score", "reward.final_format_score", "reward.retrieval_score"]
     refuse_unread(cfg, of_format, cfg.reward.kind != "format", f"reward.kind = {cfg.reward.kind!r}")
+    most, cache, rollout = cfg.reward.overlong_max, cfg.reward.overlong_cache, cfg.rollout
+    written = min((rollout.max_turns + 1) * rollout.max_new_tokens, rollout.max_episode_tokens)
+    if (most or cache) and not 0 < cache <= most < written + cache:
+        raise ValueError(
+            f"reward.overlong_max = {most} with reward.overlong_cache = {cache}: must satisfy 0 < cache <= "
+            f"max, and max - cache < {written}, the tokens that rollout's budgets let an episode write; both "
+            "0 punish nothing"
+        )
 
 
 def check_evaluation(cfg: Config) -> None:

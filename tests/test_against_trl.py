@@ -11,8 +11,9 @@ import pytest
 import torch
 from test_loss import ragged
 
-from lld.config import Loss
+from lld.config import Loss, Reward
 from lld.episode import Batch
+from lld.reward import overlong_punishment
 from lld.selection import chosen_by_step
 from lld.update import loss_of, minibatch_counts
 
@@ -162,6 +163,13 @@ def test_value_and_gradient_are_trls(name):
     pytest.importorskip("trl")
     value, gradient = largest_differences(name)
     assert value < 1e-6 and gradient < 1e-6
+
+
+def test_the_overlong_punishment_is_trls():
+    rewards = pytest.importorskip("trl.rewards")
+    theirs_of = rewards.get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=20)
+    cfg = Reward(overlong_max=100, overlong_cache=20)
+    assert theirs_of([[1] * n for n in range(120)]) == [overlong_punishment(n, cfg) for n in range(120)]
 
 
 if __name__ == "__main__":

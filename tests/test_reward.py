@@ -1,17 +1,24 @@
 """Rewards: Search-R1's numbers for what the model wrote, and nothing for what it did not write."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from lld import settings
 from lld.config import Reward
+from lld.episode import Episode, Question, Turn
 from lld.protocol import INVALID_ACTION, Passage, result_text
+from lld.record.metrics import describe_episodes
 from lld.reward import (
     check_own_reward,
     cover_exact_match,
     exact_match,
     format_score,
     normalize_answer,
+    overlong_punishment,
     retrieval_correct,
+    score_episodes,
     score_text,
     token_f1,
     valid_format,
@@ -74,6 +81,43 @@ def test_scores_of_an_answer(prediction, golds, em, cover, f1):
 @pytest.mark.parametrize("cfg", [EM, F1, COVER], ids=lambda cfg: cfg.kind)
 def test_no_answer_scores_nothing_even_where_the_text_holds_the_gold(cfg):
     assert score_text([SEARCH, "<answer>Steventon"], [FOUND, ""], None, ["Steventon"], cfg) == 0.0
+
+
+# ---- DAPO's soft overlong punishment
+
+
+def test_the_overlong_punishment_by_hand():
+    # L_max 10, L_cache 4: 0 up to 6 tokens, (6 - |y|) / 4 from there to 10, -1 beyond
+    cfg, lengths = Reward(overlong_max=10, overlong_cache=4), (0, 6, 7, 8, 10, 11, 99)
+    assert [overlong_punishment(n, cfg) for n in lengths] == [0, 0, -0.25, -0.5, -1, -1, -1]
+    assert [overlong_punishment(n, EM) for n in lengths] == [0.0] * 7
+    dapo = Reward(overlong_max=20480, overlong_cache=4096)
+    assert [overlong_punishment(n, dapo) for n in (16384, 18432, 20480)] == [0, -0.5, -1]
+
+
+def test_an_episodes_length_is_what_the_model_wrote_and_exact_match_does_not_see_it():
+    cfg = Reward(overlong_max=10, overlong_cache=4)
+    turns = [Turn(0, 8, 28, "search", "q", "stop_string", 0), Turn(28, 28, 28, "answer", "Ada", "eos", 28)]
+    written, read = [1] * 8, [0] * 20
+    episodes = [
+        Episode(
+            Question("q/1", "who?", (gold,), "q"), 0, [5], [7] * 28, written + read, [0.0] * 28, turns=turns
+        )
+        for gold in ("Ada", "Bob")
+    ]
+    tokenizer = SimpleNamespace(eos_token="", decode=lambda *_, **__: "")
+    assert score_episodes(episodes, tokenizer, EM) == [1.0, 0.0]
+    rewards = score_episodes(episodes, tokenizer, cfg)
+    assert rewards == [0.5, -0.5]
+    row = describe_episodes(episodes, torch.tensor([rewards]))
+    assert (row["em"], row["reward/mean"]) == (0.5, 0.0)
+
+
+@pytest.mark.parametrize("most, cache", [(10, 0), (0, 4), (10, 11), (10, -4), (2500, 500)])
+def test_an_overlong_punishment_that_punishes_nothing_is_refused(most, cache):
+    with pytest.raises(ValueError, match=f"overlong_max = {most} .*_cache = {cache}: .*max - cache < 2000"):
+        settings.from_dict({"reward": {"overlong_max": most, "overlong_cache": cache}})
+    settings.from_dict({"reward": {"overlong_max": 2499, "overlong_cache": 500}})
 
 
 # ---- format: Search-R1 v0.3's table

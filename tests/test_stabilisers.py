@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from conftest import ROOT
+from accelerate import Accelerator
+from conftest import ROOT, make_lm, make_tokenizer
 from gradients import make_episodes
 from test_loss import assert_same, cells, ragged, stack, value_and_gradient
 
@@ -17,6 +18,8 @@ from lld import loss, selection, settings, weights
 from lld.config import Loss
 from lld.episode import Episode, Question, collate
 from lld.loss import SURROGATES, Tokens, surrogate_terms
+from lld.policy import Policy
+from lld.reward import overlong_punishment
 from lld.running import playing
 from lld.running.dry_row import check_names
 from lld.selection import chosen_by_step, trained_rows
@@ -399,6 +402,40 @@ def test_dropped_rows_are_as_if_they_had_not_been_played(aggregation):
         assert not torch.allclose(some_B[trained_B], whole_B[trained_B])
 
 
+@pytest.mark.parametrize("estimator", loss.KL_ESTIMATORS)
+def test_numbers_that_are_none_in_a_dropped_row_or_outside_the_mask_do_not_reach_the_loss(estimator):
+    batch, holes_B = make_batch(), torch.arange(12) == 4
+    batch = dataclasses.replace(
+        batch, trained_B=~holes_B, chosen={"nthr": torch.ones(batch.token_ids_BT.shape)}
+    )
+    mask_BT = (batch.action_ids_BT > 0) & ~holes_B[:, None]
+    old_BT = -1 - torch.sin(torch.arange(mask_BT.numel())).view(mask_BT.shape) / 2
+    counts = minibatch_counts(batch, list(range(12)), "nonnegative")
+    options = Loss(
+        kl_weight=0.1,
+        kl_estimator=estimator,
+        entropy_weight=0.1,
+        weights={"off_policy": 0.1, "nthr": 1.0},
+        penalties={"nll": 0.1},
+        correction="tis_sequence",
+    )
+
+    def whole(new_BT, hole):
+        def holed(table_BT):
+            return torch.where(mask_BT, table_BT, hole)
+
+        part = dataclasses.replace(
+            batch, sampled_logprobs_BT=holed(old_BT - 0.1), chosen={"nthr": holed(batch.chosen["nthr"])}
+        )
+        tables = holed(new_BT), holed(-new_BT), *(holed(old_BT + gap) for gap in (0.0, 0.2, 0.1))
+        return loss_of(part, *tables, counts, 0.5, options)[0]
+
+    wanted_B, wanted_BT = value_and_gradient(lambda new_BT: whole(new_BT, 0.0), old_BT + 0.05)
+    for hole in (float("nan"), float("inf"), -float("inf")):
+        found_B, found_BT = value_and_gradient(lambda new_BT, hole=hole: whole(new_BT, hole), old_BT + 0.05)
+        assert torch.equal(found_B, wanted_B) and torch.equal(found_BT, wanted_BT)
+
+
 def test_filters_tell_truncated_and_void_episodes():
     episodes = make_episodes(12, 50)
     episodes[3].stop_reason = "length"
@@ -612,15 +649,41 @@ def test_nthr_by_hand():
         assert found_N.tolist() == pytest.approx(wanted)
 
 
+def test_tokens_of_dropped_rows_enter_no_nthr_score():
+    """The table of a batch with dropped rows against a loop over the tokens of the others, group by group."""
+    accelerator, tokenizer = Accelerator(cpu=True), make_tokenizer()
+    rollout = {"num_questions": 4, "group_size": 3}
+    options = {"weights": {"nthr": 0.0}}
+    cfg = settings.from_dict({"rollout": rollout, "loss": options, "optim": {"updates_per_rollout": 2}})
+    policy, trained_B = Policy(make_lm(tokenizer)), torch.arange(12) != 6  # one of two right answers
+    batch = collate(make_episodes(12, len(tokenizer)), ADVANTAGES_PG, 0, trained_B)
+    found_BT = selection.nthr_table(accelerator, policy, batch, cfg)
+    states_NC, targets_N = policy.states(batch.token_ids_BT, batch.action_ids_BT > 0)
+    residual_NV = torch.nn.functional.one_hot(targets_N, len(tokenizer)) - policy.lm.lm_head(
+        states_NC
+    ).softmax(1)
+    rows_N = (batch.action_ids_BT > 0).nonzero()[:, 0]
+    for rows, changed in ((range(3), False), (range(6, 9), True)):
+        advantages_G, kept_G = batch.advantages_B[list(rows)], trained_B[list(rows)]
+        tables = []
+        for some_G in (kept_G, torch.ones(3, dtype=torch.bool)):
+            of_N = torch.isin(rows_N, torch.tensor(rows)[some_G])
+            args = states_NC[of_N].detach(), residual_NV[of_N].detach(), rows_N[of_N] - rows[0], advantages_G
+            tables.append(naive_nthr(*args, 0.0))
+        written = [found_BT[row][batch.action_ids_BT[row] > 0].tolist() for row in rows if trained_B[row]]
+        assert list(itertools.chain(*written)) == pytest.approx(tables[0])
+        assert (tables[1][-len(written[-1]) :] != tables[0][-len(written[-1]) :]) == changed
+    assert (found_BT[6][batch.action_ids_BT[6] > 0] == 1).all()
+
+
 # ---- dynamic sampling
 
 
-def drawn(monkeypatch, groups, extra_draws, wanted=2, step=3):
+def drawn(monkeypatch, groups, extra_draws, wanted=2, step=3, reward=None):
     """Names of the kept groups, the row, and what was asked; `groups` {question: rewards}, played in turn."""
     questions = [Question(name, name, ("a",), "q") for name in groups]
-    cfg = settings.from_dict(
-        {"rollout": {"num_questions": wanted, "group_size": 2, "extra_draws": extra_draws}, "optim": OPTIM}
-    )
+    rollout = {"num_questions": wanted, "group_size": 2, "extra_draws": extra_draws}
+    cfg = settings.from_dict({"rollout": rollout, "optim": OPTIM, "reward": reward or {}})
     asked = []
 
     def play_questions(run, some, step, before):
@@ -631,7 +694,12 @@ def drawn(monkeypatch, groups, extra_draws, wanted=2, step=3):
         }
 
     monkeypatch.setattr(playing, "play_questions", play_questions)
-    monkeypatch.setattr(playing, "score_episodes", lambda some, *_: [float(e.stop_reason) for e in some])
+    punished = lambda cfg, n: overlong_punishment(100 * n, cfg)  # noqa: E731
+    monkeypatch.setattr(
+        playing,
+        "score_episodes",
+        lambda some, _, cfg: [float(e.stop_reason) + punished(cfg, n) for n, e in enumerate(some)],
+    )
     run = SimpleNamespace(cfg=cfg, questions=questions, tokenizer=None)
     kept, row = playing.draw_groups(run, step)
     return [episode.question.id for episode in kept[::2]], row, asked
@@ -654,6 +722,12 @@ def test_draws_stop_when_enough_groups_differ_and_fill_up_when_they_never_do(mon
         others = [place for place, name in enumerate(flat) if name not in "ac"]
         assert kept == [flat[place] for place in sorted((places + others)[:2])]
         assert row["drawn_groups"] == len(asked) and (len(places) == 2 or len(asked) == 4)
+
+
+def test_groups_that_differ_by_their_overlong_punishment_alone_are_not_mixed(monkeypatch):
+    reward = {"overlong_max": 100, "overlong_cache": 50}
+    _, row, _ = drawn(monkeypatch, {name: [0.0, 0.0] for name in "abcd"}, 3, reward=reward)
+    assert row["drawn_groups"] == 4.0
 
 
 def test_draws_are_a_function_of_seed_step_and_number_and_the_first_is_the_plain_runs(monkeypatch):
@@ -708,6 +782,27 @@ def test_a_preset_lies_below_the_file_and_above_it_on_the_command_line(tmp_path)
     assert settings.load(str(path)) == cfg
 
 
+def test_options_on_the_command_line_replace_a_files_preset_and_another_preset_ends_it(tmp_path):
+    path, default = tmp_path / "config.yaml", settings.Config()
+    path.write_text("loss: {preset: dapo, kl_weight: 0.01}\n")
+
+    def load(*overrides):
+        cfg = settings.load(str(path), list(overrides))
+        return cfg.loss, cfg.rollout.extra_draws
+
+    for options in (load("loss.clip_high=0.2"), load("loss.preset=dapo", "loss.clip_high=0.2")):
+        assert (options[0].clip_high, options[0].aggregation) == (default.loss.clip_high, "token_mean")
+    loss, draws = load("loss.drop=[]", "rollout.extra_draws=0")
+    assert (loss.drop, loss.clip_high, draws) == ((), 0.28, 0)
+    assert load("loss.preset=dapo")[0].kl_weight == 0.0  # from above; the file's own was 0.01
+    loss, draws = load("loss.preset=sapo")
+    assert (loss.kind, loss.drop, loss.aggregation, draws) == ("sapo", (), "sequence_mean", 0)
+    assert (loss.clip_high, loss.kl_weight) == (default.loss.clip_high, 0.01)
+    assert load("loss.preset=none")[0] == dataclasses.replace(default.loss, kl_weight=0.01)
+    with pytest.raises(ValueError, match="loss.clip_high = 0.28 does nothing with loss.kind = 'sapo'"):
+        load("loss.kind=sapo")
+
+
 def test_one_entry_of_a_dict_option_leaves_those_of_the_files_preset(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("loss: {preset: nthr}\n")
@@ -715,6 +810,15 @@ def test_one_entry_of_a_dict_option_leaves_those_of_the_files_preset(tmp_path):
     assert cfg.loss.weights == {"nthr": 1.0, "positives": 0.1}
     cfg = settings.load(str(path), ["loss.weights.positives=0.1", "loss.weights.nthr=2"])
     assert cfg.loss.weights == {"nthr": 2.0, "positives": 0.1}
+
+
+def test_the_80_20_rule_is_dapo_on_the_tokens_of_highest_entropy():
+    """As in its authors' scripts, dynamic sampling included."""
+    dapo, ruled = (
+        settings.to_dict(settings.from_dict({"loss": {"preset": name}})) for name in ("dapo", "high_entropy")
+    )
+    dapo["loss"] |= {"preset": "high_entropy", "weights": {"high_entropy": 0.2}}
+    assert ruled == dapo and ruled["rollout"]["extra_draws"] == 3
 
 
 @pytest.mark.parametrize("name", ["gspo", "gmpo", "sapo"])

@@ -1,5 +1,6 @@
 """The rollout of a step: played by all processes, or read from a crash box."""
 
+import dataclasses
 import hashlib
 
 from accelerate.utils import gather_object
@@ -56,12 +57,14 @@ def draw_groups(run: Run, step: int) -> tuple[list[Episode], dict[str, float]]:
     """Plays the questions of a step, and further ones while too few groups differ in reward.
 
     Dynamic sampling (DAPO, arXiv 2503.14476): up to rollout.extra_draws times, as many questions again. Kept
-    are the first num_questions groups whose rewards differ, and where there are fewer, the first of the
-    others as well; in the order in which they were drawn. Which questions are drawn is a pure function of
-    seed, step and number of the draw, so that nothing about it is in a checkpoint.
+    are the first num_questions groups whose rewards differ by more than an overlong punishment, and where
+    there are fewer, the first of the others as well; in the order in which they were drawn. Which questions
+    are drawn is a pure function of seed, step and number of the draw, so that nothing about it is in a
+    checkpoint.
     """
     cfg, asked, groups, empty = run.cfg, [], [], []
     wanted, size = cfg.rollout.num_questions, cfg.rollout.group_size
+    of_answers = dataclasses.replace(cfg.reward, overlong_max=0, overlong_cache=0)
     for draw in range(1 + cfg.rollout.extra_draws):
         questions = questions_of_step(run.questions, step, wanted, draw_seed(cfg.run.seed, draw))
         kept, dropped = play_questions(run, questions, step, asked)
@@ -70,7 +73,7 @@ def draw_groups(run: Run, step: int) -> tuple[list[Episode], dict[str, float]]:
         asked += [question.id for question in questions]
         groups += [kept[start : start + size] for start in range(0, len(kept), size)]
         empty.append(dropped["empty_groups"])
-        rewards = [score_episodes(group, run.tokenizer, cfg.reward) for group in groups]
+        rewards = [score_episodes(group, run.tokenizer, of_answers) for group in groups]
         mixed = [place for place in range(len(groups)) if len(set(rewards[place])) > 1]
         if len(mixed) >= wanted:
             break
