@@ -23,6 +23,7 @@ from lld.model.load import load_lm
 from lld.policy import Policy
 from lld.rollout import open_engine
 from lld.running import lora, plan, sharding
+from lld.share import upload
 
 OPTIONS = Model(lora_rank=3, lora_alpha=5.0, lora_targets=("q_proj", "o_proj", "down_proj"))
 
@@ -214,6 +215,17 @@ def test_eval_scores_a_checkpoint_of_adapters(trained, tmp_path, capsys):
     in_run = [json.loads(line) for line in open(trained / "whole/eval/tiny/step_000004.jsonl")]
     found = {record["id"]: record["answer"] for record in map(json.loads, open(tmp_path / "tiny.jsonl"))}
     assert all(found[record["id"]] == record["answer"] for record in in_run)
+
+
+def test_published_adapters_of_a_local_base_are_noted(trained, tmp_path, capsys, monkeypatch):
+    command = [str(trained / "whole"), "--to", "a/b", "--out", str(tmp_path / "share"), "--dry-run"]
+    assert upload.main(command) == 0
+    note = f"note: these are adapters of {trained / 'world' / 'policy'}, a folder of this machine"
+    assert note in capsys.readouterr().err
+    assert (tmp_path / "share" / "adapter_model.safetensors").is_file()
+    monkeypatch.setattr(adapters, "base_of", lambda folder: "Qwen/Qwen2.5-3B")
+    assert upload.main(command) == 0
+    assert "adapters of" not in capsys.readouterr().err
 
 
 # ---- what is refused ----

@@ -71,7 +71,8 @@ def gather(ckpt: Path, out: Path, name: str) -> None:
     or `out` holds anything else.
     """
     from lld.evaluation.folder import checkpoint_files  # imports torch, which takes seconds
-    from lld.share.card import write_card
+    from lld.model.adapters import base_of
+    from lld.share.card import on_hub, write_card
 
     run_dir, card = ckpt.parent.parent, out / "README.md"
     files = checkpoint_files(ckpt)
@@ -90,8 +91,17 @@ def gather(ckpt: Path, out: Path, name: str) -> None:
     else:
         replace_file(card, text)
         card.chmod(MODE)
+    base = base_of(out)
+    if base is not None and not on_hub(base):
+        tell(
+            f"note: these are adapters of {base}, a folder of this machine: nobody else can open them; "
+            "publish merged weights (docs/one-gpu.md)",
+            0,
+        )
     for path in sorted(out.glob("*.json")):
-        if any(str(place) in path.read_text(encoding="utf-8") for place in (Path.cwd(), Path.home())):
+        if path.name != "adapter_config.json" and any(
+            str(place) in path.read_text(encoding="utf-8") for place in (Path.cwd(), Path.home())
+        ):
             tell(f"note: {path} names a folder of this machine", 0)
 
 

@@ -1,4 +1,4 @@
-"""Makes 33 typical mistakes and prints what a newcomer reads: a table of message, exit code and CPU seconds.
+"""Makes 37 typical mistakes and prints what a newcomer reads: a table of message, exit code and CPU seconds.
 
     python tests/bench/mistakes.py --run runs/tiny [--only 13,14]
 
@@ -90,6 +90,15 @@ def mistakes(run: Path, work: Path, port: int) -> list[tuple[str, str, str]]:
             f"-m accelerate.commands.launch --num_processes 1 {tiny} optim.lrr=1",
             "did you mean 'lr'?",
         ),
+        # Not of the review: of what came after it.
+        ("the kept ids of a sampler that keeps all", f"{tiny} loss.support=kept", "rollout.top_p = 1.0"),
+        ("a check of a broken file", f"-m lld.data check {work}/broken.jsonl", '"golden_answers": ['),
+        (
+            "a question to a missing step",
+            f"-m lld.ask --ckpt {run}/checkpoints/step_000099 who?",
+            "holds step_",
+        ),
+        ("publishing what is no run", f"-m lld.share {work} --to a/b --dry-run", "give a run's folder"),
     ]
 
 
