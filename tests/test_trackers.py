@@ -70,7 +70,8 @@ def test_weights_and_biases_gets_metrics_trajectories_and_figures(folder, wandb,
         "group": "seeds",
         "tags": ["a", "b"],
     }
-    assert wandb.options["optim.lr"] == "0.001" and wandb.finished
+    assert wandb.options["optim.lr"] == 0.001 and wandb.options["model.lora_rank"] == 0 and wandb.finished
+    assert wandb.options["run.tracker_tags"] == "['a', 'b']" and wandb.options["loss.temperature"] == "None"
     steps = [step for step, _ in wandb.logged]
     assert steps == sorted(steps)  # Weights & Biases drops what comes late
     for number, row in enumerate(rows(folder / "tracked")):

@@ -48,7 +48,8 @@ def begin(run: Run) -> None:
     if not asked.trackers:
         return
     options = {
-        f"{section}.{name}": str(value)
+        # Numbers stay numbers, so that runs can be sorted by them; trackers take no lists or null.
+        f"{section}.{name}": value if isinstance(value, bool | int | float | str) else str(value)
         for section, values in settings.to_dict(run.cfg).items()
         for name, value in values.items()
     }
