@@ -848,7 +848,7 @@ def test_the_overview_says_when_phases_were_and_what_is_hidden(tmp_path, built):
         and "<small>mean per step</small>" in dom
         and "Reward <small>" in dom
         and dom.count('class="verdict bad"') == 2  # both runs end in a spiral
-        and "best 0.65 after 31 steps" in dom
+        and "best 0.650 after 31 steps" in dom
     )
     dom = browse(tmp_path, built, "view=overview&hidden=0,1")
     assert (
