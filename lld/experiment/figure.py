@@ -50,8 +50,8 @@ def draw_arm(ax: "Axes", rows: Sequence[dict], name: str, style: dict) -> None:
 
 
 def plot_experiment(rows: Sequence[dict], figure_arms: dict[str, str], path: str | Path) -> None:
-    """Draws the figure into a PNG: a row for each world and learning rate that two arms have, a column for
-    each of CURVES. figure_arms: the arms to draw -> their labels."""
+    """Draws the figure into a PNG: a row for each world and learning rate that most of the arms have, a
+    column for each of CURVES. figure_arms: the arms to draw -> their labels."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -60,8 +60,8 @@ def plot_experiment(rows: Sequence[dict], figure_arms: dict[str, str], path: str
     if not arms:
         raise ValueError(f"no run of the arms to draw is in the record ({', '.join(figure_arms)})")
     lines = groups(drawn, "world", "rate")
-    compared = {place: same for place, same in lines.items() if len({row["arm"] for row in same}) > 1}
-    lines = compared or lines
+    num_arms = {place: len({row["arm"] for row in same}) for place, same in lines.items()}
+    lines = {place: same for place, same in lines.items() if num_arms[place] == max(num_arms.values())}
     figure = Figure(figsize=(13.2, 2.7 * len(lines) + 0.6), dpi=130, layout="constrained")
     axes = figure.subplots(len(lines), len(CURVES), squeeze=False, sharey="col", sharex=True)
     for line, ((world, rate), same) in enumerate(lines.items()):
