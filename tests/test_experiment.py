@@ -272,6 +272,16 @@ def test_a_fingerprint_tells_options_that_matter_and_no_folders(tmp_path):
         assert not set(fingerprints(**changes)) & set(first), changes
 
 
+def test_a_shared_record_shows_an_experiment_its_own_runs_under_its_own_names(tmp_path, capsys, fake_train):
+    assert runner.main([str(write_experiment(tmp_path))], fake_train) == 0
+    path = write_experiment(tmp_path, arms={"dose": {"loss": {"lld_weight": 0.2}}}, worlds={"mine": None})
+    capsys.readouterr()
+    assert runner.main([str(path), "--tables"], fake_train) == 0
+    printed = capsys.readouterr().out
+    assert "2 of 2 runs played" in printed and "| mine | dose |" in printed
+    assert "grpo" not in printed and "action" not in printed.replace("valid actions", "")
+
+
 def test_only_some_runs_and_tables_without_runs(tmp_path, capsys, fake_train):
     path = write_experiment(tmp_path)
     assert runner.main([str(path), "--tables"], fake_train) == 2

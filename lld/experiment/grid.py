@@ -38,9 +38,10 @@ KEYS = (
 )
 GRID_KEYS = ("worlds", "arms", "learning_rates", "seeds", "steps", "options")
 # Options that may differ from those a run was made with: those a resumed run may change, the place of its
-# world, and what is only recorded
+# world, what is only recorded, and the name of a preset, whose options count by themselves
 FREE = (
     *settings.RESUMABLE,
+    "loss.preset",
     "tinyworld.dir",
     "model.path",
     "data.train",
@@ -77,18 +78,14 @@ class Run:
     def fingerprint(self) -> str:
         """Ten digits for the options that decide a run's course: those that are not FREE, and its steps.
 
-        Options with their default do not count, so that adding an option changes no fingerprint; nor does the
-        name of a preset, whose options do.
+        Options with their default do not count, so that adding an option changes no fingerprint.
         """
         default = settings.to_dict(config.Config())
         told = {
             f"{section}.{name}": value
             for section, options in settings.to_dict(self.cfg).items()
             for name, value in options.items()
-            if (section, name) != ("loss", "preset")
-            and section != "plan"
-            and f"{section}.{name}" not in FREE
-            and value != default[section][name]
+            if section != "plan" and f"{section}.{name}" not in FREE and value != default[section][name]
         }
         text = json.dumps(told | {"run.steps": self.steps}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:10]
