@@ -387,6 +387,11 @@ def test_wrong_responses_that_flatten_are_an_alarm_and_with_a_gap_the_spiral():
         ),
         (["rollout.top_k=9", "rollout.min_p=0.1"], ["rollout.min_p=0 rollout.top_k=0"], ["top_p"]),
         (["rollout.top_p=0.8", "loss.support=kept"], ["Lower optim.lr"], ["kept", "top_p"]),
+        (
+            ["rollout.temperature=0.8", "loss.temperature=1"],
+            ["temperature 0.8, trained at 1"],
+            ["loss.support", "top_p"],
+        ),
     ],
 )
 def test_the_warning_advises_what_would_change_this_run(options, has, lacks):

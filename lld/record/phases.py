@@ -62,10 +62,14 @@ def remedy(options: Mapping[str, object]) -> str:
     """What to do about flattening or a spiral in a run with these options ("section.option" -> value).
 
     Only what would change the run: a sampler that does not cut, or whose kept ids are trained already, is not
-    the cause. Without options (a log alone) both cases are named.
+    the cause; one at a lower temperature than the loss is (docs/experiment.md). Without options (a log
+    alone) a cut is named as one of two cases.
     """
     cuts = {name: whole for name, whole in CUTS.items() if options.get(name, whole) != whole}
-    if options.get("loss.support") == "kept" or ("rollout.top_p" in options and not cuts):
+    sampled, trained = options.get("rollout.temperature"), options.get("loss.temperature")
+    if None not in (sampled, trained) and sampled < trained:
+        cause = f"Sampled at temperature {sampled:g}, trained at {trained:g}: make them equal. Or lower"
+    elif options.get("loss.support") == "kept" or ("rollout.top_p" in options and not cuts):
         cause = "Lower"
     elif cuts:
         cut = ", ".join(f"{name} {options[name]}" for name in cuts)
