@@ -580,7 +580,9 @@ def test_the_figure_draws_the_arms_that_were_played(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, path: figures.append(self))
     rows = [record_of("grpo", rate, seed, 0.4, fell=30) for rate in ("1e-4", "2e-4") for seed in (0, 1)]
-    outcome_figure.plot_experiment(rows, {"grpo": "plain $", "action": "a"}, tmp_path / "figure.png")
+    outcome_figure.plot_experiment(
+        rows, {"grpo": "plain $", "action": "a"}, tmp_path / "figure.png", "curves"
+    )
     (figure,) = figures
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
         "plain \\$",
@@ -592,7 +594,30 @@ def test_the_figure_draws_the_arms_that_were_played(tmp_path, monkeypatch):
     ]
     assert len(figure.axes[0].lines) == 3  # the mean, and a cross for each seed
     with pytest.raises(ValueError, match="no run of the arms to draw"):
-        outcome_figure.plot_experiment(rows, {"action": "a"}, tmp_path / "figure.png")
+        outcome_figure.plot_experiment(rows, {"action": "a"}, tmp_path / "figure.png", "curves")
+
+
+def test_the_figure_of_endings_shows_seeds_means_and_intervals(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, path: figures.append(self))
+    ems = {"grpo": (0.2, 0.4), "action": (0.5,)}
+    rows = [record_of(arm, "1e-4", seed, em) for arm in ems for seed, em in enumerate(ems[arm])]
+    outcome_figure.plot_experiment(rows, dict.fromkeys((*ems, "none"), "x"), tmp_path / "a.png", "endings")
+    ax = figures[0].axes[0]
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["x", "x"]  # `none` was not played
+    dots = [line.get_xdata() for line in ax.lines if line.get_marker() == "."]
+    assert [list(values) for values in dots] == [[0.2, 0.4], [0.5]]
+    (bar,) = [c.get_segments()[0][:, 0] for c in ax.collections if len(c.get_segments()) == 1]
+    assert bar == pytest.approx([0.3 - 12.706 * 0.1, 0.3 + 12.706 * 0.1])
+    (dashed,) = [line.get_xdata()[0] for line in ax.lines if line.get_linestyle() == "--"]
+    assert dashed == pytest.approx(0.3)
+
+
+def test_every_figure_that_an_experiment_may_ask_for_is_there(tmp_path):
+    for kind in outcome_figure.FIGURES:
+        assert grid.load_experiment(write_experiment(tmp_path, figure=kind)).figure == kind
+    with pytest.raises(ValueError, match="figure = 'dots': must be curves or endings"):
+        grid.load_experiment(write_experiment(tmp_path, figure="dots"))
 
 
 def page_of(name: str) -> str:

@@ -1,17 +1,19 @@
-"""An experiment's record -> one figure: the curves of its arms at each world and learning rate."""
+"""An experiment's record -> one figure: curves of its arms or how they end, by world and learning rate."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from lld.experiment.outcomes import parse_curve
+from lld.experiment import intervals
+from lld.experiment.outcomes import END, parse_curve
 from lld.experiment.tables import groups
 from lld.report.figure import COLORS, literal
 
 # Imported by the functions that draw: a run does not need matplotlib
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 ARM_COLORS = ("#000000", *COLORS, "#8C6D31")
 LINE_STYLES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)))
@@ -20,6 +22,12 @@ CURVES = (
     ("curve_entropy_wrong", "entropy of wrong responses (nats)"),
     ("curve_right", "log-likelihood of right responses"),
     ("curve_wrong", "log-likelihood of wrong responses"),
+)
+ENDINGS = (
+    ("em_end", f"exact match in training, last {END} steps"),
+    ("held_out_end", "exact match on held-out questions"),
+    ("entropy_wrong_end", "entropy of wrong responses (nats)"),
+    ("right_end", "log-likelihood of right responses"),
 )
 
 
@@ -49,16 +57,12 @@ def draw_arm(ax: "Axes", rows: Sequence[dict], name: str, style: dict) -> None:
             ax.plot([nearest], [curve[nearest]], "X", color=style["color"], markersize=6, zorder=4)
 
 
-def plot_experiment(rows: Sequence[dict], figure_arms: dict[str, str], path: str | Path) -> None:
-    """Draws the figure into a PNG: a row for each world and learning rate that most of the arms have, a
-    column for each of CURVES. figure_arms: the arms to draw -> their labels."""
+def plot_curves(drawn: Sequence[dict], figure_arms: dict[str, str]) -> "Figure":
+    """A row for each world and learning rate that most of the arms have, a column for each of CURVES."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    drawn = [row for row in rows if row["arm"] in figure_arms]
-    arms = [arm for arm in figure_arms if any(row["arm"] == arm for row in drawn)]
-    if not arms:
-        raise ValueError(f"no run of the arms to draw is in the record ({', '.join(figure_arms)})")
+    arms = list(figure_arms)
     lines = groups(drawn, "world", "rate")
     num_arms = {place: len({row["arm"] for row in same}) for place, same in lines.items()}
     lines = {place: same for place, same in lines.items() if num_arms[place] == max(num_arms.values())}
@@ -80,4 +84,57 @@ def plot_experiment(rows: Sequence[dict], figure_arms: dict[str, str], path: str
     handles = [Line2D([], [], label=literal(figure_arms[arm]), **style_of(arm, arms)) for arm in arms]
     handles.append(Line2D([], [], marker="X", linestyle="", color="#555", label="EM below 3/4 of its best"))
     figure.legend(handles=handles, loc="outside upper left", ncols=8, frameon=False, fontsize=9)
-    figure.savefig(path)
+    return figure
+
+
+def plot_endings(drawn: Sequence[dict], figure_arms: dict[str, str]) -> "Figure":
+    """A line for each arm, a column for each of ENDINGS: a small dot for each seed, a large one for their
+    mean, a bar for its 95 % interval; a colour for each world and learning rate, dashed where its first arm
+    has its mean."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    arms, lines = list(figure_arms), groups(drawn, "world", "rate")
+    figure = Figure(figsize=(13.2, 0.26 * len(arms) + 1.3), dpi=130, layout="constrained")
+    axes = figure.subplots(1, len(ENDINGS), sharey=True)
+    handles = []
+    for (world, rate), color in zip(lines, ARM_COLORS[1:], strict=False):
+        label = f"{literal(world)}, lr {rate}"
+        handles.append(Line2D([], [], marker="o", linestyle="", color=color, label=label))
+        lift = 0.36 * ((len(handles) - 0.5) / len(lines) - 0.5)
+        for place, arm in enumerate(arms):
+            of_arm = [row for row in lines[world, rate] if row["arm"] == arm]
+            for ax, (name, _) in zip(axes, ENDINGS, strict=True):
+                values = [row[name] for row in of_arm if row.get(name) is not None]
+                if values:
+                    draw_ending(ax, values, place + lift, color, dashed=place == 0)
+    for ax, (_, unit) in zip(axes, ENDINGS, strict=True):
+        ax.set_title(unit, fontsize=9, loc="left")
+        ax.set_yticks(range(len(arms)), [literal(label) for label in figure_arms.values()], fontsize=8)
+        ax.set_ylim(len(arms) - 0.5, -0.5)
+        ax.tick_params(labelsize=8)
+        ax.grid(color="#e6e6e6", linewidth=0.6)
+        ax.spines[["top", "right"]].set_visible(False)
+    figure.legend(handles=handles, loc="outside upper left", ncols=8, frameon=False, fontsize=9)
+    return figure
+
+
+def draw_ending(ax: "Axes", values: Sequence[float], height: float, color: str, dashed: bool) -> None:
+    mean, half = intervals.mean_interval(values)
+    ax.plot(values, [height] * len(values), ".", color=color, alpha=0.35, markersize=4, zorder=2)
+    ax.errorbar(mean, height, xerr=half, fmt="o", color=color, markersize=4.5, linewidth=1.3, zorder=3)
+    if dashed:
+        ax.axvline(mean, color=color, linestyle=(0, (4, 3)), linewidth=0.8, zorder=1)
+
+
+# The values of an experiment's `figure`
+FIGURES = {"curves": plot_curves, "endings": plot_endings}
+
+
+def plot_experiment(rows: Sequence[dict], figure_arms: dict[str, str], path: str | Path, kind: str) -> None:
+    """Draws the played ones of `figure_arms` (arm -> label) into a PNG; `kind`: a key of FIGURES."""
+    drawn = [row for row in rows if row["arm"] in figure_arms]
+    played = {arm: label for arm, label in figure_arms.items() if any(row["arm"] == arm for row in drawn)}
+    if not played:
+        raise ValueError(f"no run of the arms to draw is in the record ({', '.join(figure_arms)})")
+    FIGURES[kind](drawn, played).savefig(path)

@@ -7,7 +7,8 @@ earlier ones in the order options, world, block, arm. Blocks are in the order in
 block plays all its runs of one seed before those of the next, so that whatever was played until an
 interruption compares the arms evenly. `record` is the CSV that holds a row for each finished run, and is kept
 with the code; `pairs` are the arms that are compared, [[arm, other], …]; `law` are the arms of the fit of the
-onset (default: none); `figure_arms` are those that are drawn (default: all), a list or {arm: its label}.
+onset (default: none); `figure_arms` are those that are drawn (default: all), a list or {arm: its label}, and
+`figure` tells how: curves (the default) or endings.
 """
 
 import hashlib
@@ -31,6 +32,7 @@ KEYS = (
     "pairs",
     "law",
     "figure_arms",
+    "figure",
     "learning_rates",
     "seeds",
     "steps",
@@ -118,6 +120,7 @@ class Experiment:
     pairs: tuple[tuple[str, str], ...]
     law: tuple[str, ...]
     figure_arms: dict[str, str]  # arm -> label
+    figure: str  # "curves" or "endings"
 
 
 def rate_name(rate: float | str) -> str:
@@ -258,9 +261,12 @@ def load_experiment(
     figure_arms = {arm: str(labels.get(arm, arm)) for arm in drawn}
     out = Path(out or tree["out"]).resolve()
     worlds_dir = Path(worlds_dir).resolve() if worlds_dir else out / "worlds"
+    figure = tree.get("figure", "curves")
+    if figure not in ("curves", "endings"):
+        raise ValueError(f"{path}: figure = {figure!r}: must be curves or endings")
     runs = _make_runs(tree, worlds, arms, out, worlds_dir, path)
     record = Path(record or tree["record"])
-    return Experiment(Path(path).stem, Path(tree["base"]), out, record, runs, pairs, law, figure_arms)
+    return Experiment(Path(path).stem, Path(tree["base"]), out, record, runs, pairs, law, figure_arms, figure)
 
 
 def _make_runs(

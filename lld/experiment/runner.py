@@ -210,7 +210,7 @@ def write_tables(experiment: Experiment, figure: str | None) -> str:
     if not rows:
         raise ValueError(f"no run of this experiment is in {experiment.record}: play it, or give --record")
     if figure:
-        plot_experiment(rows, experiment.figure_arms, figure)
+        plot_experiment(rows, experiment.figure_arms, figure, experiment.figure)
     return tables.all_tables(experiment, rows)
 
 

@@ -107,10 +107,10 @@ def when(name: str, rows: Sequence[dict]) -> str:
     return f"{median(steps):.0f} ({len(steps)} of {len(rows)})" if steps else f"{DASH} (0 of {len(rows)})"
 
 
-def arrow(names: Sequence[str], rows: Sequence[dict]) -> str:
+def arrow(names: Sequence[str], rows: Sequence[dict], between: str = " -> ") -> str:
     """'0.82 -> 0.69 -> 2.60': means over seeds of several numbers."""
     values = [[row[name] for row in rows if row[name] is not None] for name in names]
-    return " -> ".join(f"{fmean(some):.2f}" if some else DASH for some in values)
+    return between.join(f"{fmean(some):.2f}" if some else DASH for some in values)
 
 
 def displacement(rows: Sequence[dict]) -> str:
@@ -145,16 +145,17 @@ OUTCOMES: dict[str, Callable[[Sequence[dict]], str]] = {
 LIKELIHOODS_TITLE = (
     "**What became of likelihoods and entropies**, means over seeds, nats a token. Right, wrong: "
     "log-likelihood of responses with A > 0 and A < 0, at the start, at its highest (10-step mean) and "
-    "at the end. Entropy of wrong responses at the start, at its least and at the end, then of right "
-    "ones at the end. Flattening: median step from which the entropy of wrong responses is 30 % above "
-    "its least and above its start for ten steps, of how many runs; as a whole, and in contexts that "
-    "have seen no passage yet (first), one with the answer (lucky), only others (unlucky). Displacement: "
+    "at the end. Entropy of wrong responses at the start, at its least and at the end; by context: its end "
+    "where no passage has been read yet (first), one with the answer (lucky), only others (unlucky); then of "
+    "right ones at the end. Flattening: median step from which the entropy of wrong responses is 30 % above "
+    "its least and above its start for ten steps, of how many runs; as a whole and by context. Displacement: "
     "mean of displacement/correct, 10⁻⁴ nats a token and step."
 )
 LIKELIHOODS: dict[str, Callable[[Sequence[dict]], str]] = {
     "right": partial(arrow, ("right_start", "right_most", "right_end")),
     "wrong": partial(arrow, ("wrong_start", "wrong_most", "wrong_end")),
     "entropy of wrong": partial(arrow, ("entropy_wrong_start", "entropy_wrong_least", "entropy_wrong_end")),
+    "by context": partial(arrow, [f"entropy_wrong_{name}_end" for name in CONTEXTS], between=" / "),
     "of right": partial(arrow, ("entropy_right_end",)),
     "flattening": partial(when, "onset"),
     **{f"{name} contexts": partial(when, f"onset_{name}") for name in CONTEXTS},
