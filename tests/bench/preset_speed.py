@@ -1,6 +1,6 @@
 """Processor time of an update with each arm of configs/experiments/stabilisers.yaml, by that of plain GRPO.
 
-    python tests/bench/preset_speed.py [--sizes tiny,head] [--repeats 5]
+    python tests/bench/preset_speed.py [--sizes tiny,head] [--repeats 5] [--arms grpo,nthr]
 
 An update is all that training does with the episodes of a rollout: advantages, the rules that compare all
 tokens, the log-probabilities before the update and of the reference, and the four optimizer steps of the
@@ -37,7 +37,7 @@ from lld.update import update_policy
 
 EXPERIMENT = ROOT / "configs/experiments/stabilisers.yaml"
 # Name: vocabulary, width, layers, rows, tokens of a row, those that the model wrote, ids kept of a token
-SIZES = {"tiny": (400, 128, 2, 60, 70, 32, 20), "head": (151_936, 256, 2, 20, 64, 24, 20)}
+SIZES = {"tiny": (400, 128, 2, 60, 70, 32, 20), "head": (151_936, 256, 2, 20, 48, 16, 20)}
 
 
 def arms() -> dict:
@@ -105,9 +105,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", default="tiny,head")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--arms", help="these arms, grpo among them (default: all)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     configs, columns = arms(), {}
+    if args.arms:
+        configs = {arm: configs[arm] for arm in args.arms.split(",")}
     for name in args.sizes.split(","):
         size = SIZES[name]
         lm = make_lm(*size[:3])
