@@ -306,8 +306,12 @@ def with_overrides(tree: dict, overrides: list[str]) -> Config:
                     else "write section.option=value, such as loss.lld_weight=0.1"
                 )
             )
+        try:
+            given = parse_yaml(value)
+        except ValueError as error:
+            raise ValueError(f"override {override!r}: {value!r} is not a YAML value ({error})") from None
         if name == "loss.preset":
-            tree = _over(tree, _preset(value))
+            tree = _over(tree, _preset(given))
         if tree.get(section) is None:
             tree[section] = {}
         target = tree[section]
@@ -317,10 +321,7 @@ def with_overrides(tree: dict, overrides: list[str]) -> Config:
             target, option = target[option], key or "?"
         if not isinstance(target, dict):
             raise ValueError(f"override {override!r}: {name.rpartition('.')[0]} holds no options of its own")
-        try:
-            target[option] = parse_yaml(value)
-        except ValueError as error:
-            raise ValueError(f"override {override!r}: {value!r} is not a YAML value ({error})") from None
+        target[option] = given
     return from_dict(tree)
 
 

@@ -140,10 +140,20 @@ def test_blocks_cross_only_what_they_name(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("name", ["causes", "tiny"])
+@pytest.mark.parametrize("name", ["causes", "tiny", "stabilisers"])
 def test_every_run_of_the_experiments_is_checked_and_another_run(name):
     planned = grid.load_experiment(ROOT / f"configs/experiments/{name}.yaml")
     assert len({run.fingerprint for run in planned.runs}) == len(planned.runs) > 20
+
+
+def test_a_preset_of_an_arm_lies_above_the_base(tmp_path):
+    arms = {
+        "gspo": {"loss": {"preset": "gspo"}},
+        "token": ["loss.preset=gspo", "loss.aggregation=token_mean"],
+    }
+    path = write_experiment(tmp_path, arms=arms, options=["loss.aggregation=token_mean"], seeds=[0])
+    means = [run.cfg.loss.aggregation for run in grid.load_experiment(path).runs]
+    assert means == ["sequence_mean", "token_mean"]
 
 
 def test_every_path_inside_the_tiny_world_moves_to_the_world_of_the_run():
