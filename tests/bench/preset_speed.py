@@ -23,10 +23,11 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from tqdm import tqdm
-from update_speed import make_lm
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+from update_speed import make_lm
+
 from lld.advantages import group_advantages
 from lld.episode import ANSWER, SEARCH, THINK, Batch
 from lld.experiment.grid import load_experiment
