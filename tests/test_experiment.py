@@ -621,6 +621,9 @@ def test_the_figure_of_endings_shows_seeds_means_and_intervals(tmp_path, monkeyp
     assert bar == pytest.approx([0.3 - 12.706 * 0.1, 0.3 + 12.706 * 0.1])
     (dashed,) = [line.get_xdata()[0] for line in ax.lines if line.get_linestyle() == "--"]
     assert dashed == pytest.approx(0.3)
+    rows = [record_of("grpo", f"{rate}e-4", 0, 0.4) for rate in range(1, 10)]  # more than colours
+    outcome_figure.plot_experiment(rows, {"grpo": "x"}, tmp_path / "a.png", "endings")
+    assert len(figures[1].legends[0].get_texts()) == 9
 
 
 def test_every_figure_that_an_experiment_may_ask_for_is_there(tmp_path):

@@ -1,6 +1,7 @@
 """An experiment's record -> one figure: curves of its arms or how they end, by world and learning rate."""
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -57,6 +58,17 @@ def draw_arm(ax: "Axes", rows: Sequence[dict], name: str, style: dict) -> None:
             ax.plot([nearest], [curve[nearest]], "X", color=style["color"], markersize=6, zorder=4)
 
 
+def dress(ax: "Axes", title: str) -> None:
+    ax.set_title(title, fontsize=9, loc="left")
+    ax.tick_params(labelsize=8)
+    ax.grid(color="#e6e6e6", linewidth=0.6)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def add_legend(figure: "Figure", handles: list) -> None:
+    figure.legend(handles=handles, loc="outside upper left", ncols=8, frameon=False, fontsize=9)
+
+
 def plot_curves(drawn: Sequence[dict], figure_arms: dict[str, str]) -> "Figure":
     """A row for each world and learning rate that most of the arms have, a column for each of CURVES."""
     from matplotlib.figure import Figure
@@ -74,16 +86,12 @@ def plot_curves(drawn: Sequence[dict], figure_arms: dict[str, str]) -> "Figure":
                 of_arm = [row for row in same if row["arm"] == arm and row.get(name)]
                 if of_arm:
                     draw_arm(ax, of_arm, name, style_of(arm, arms))
-            title = unit if len(lines) == 1 else f"{unit}; {literal(world)}, lr {rate}"
-            ax.set_title(title, fontsize=9, loc="left")
-            ax.tick_params(labelsize=8)
-            ax.grid(color="#e6e6e6", linewidth=0.6)
-            ax.spines[["top", "right"]].set_visible(False)
+            dress(ax, unit if len(lines) == 1 else f"{unit}; {literal(world)}, lr {rate}")
     for ax in axes[-1]:
         ax.set_xlabel("step", fontsize=8)
     handles = [Line2D([], [], label=literal(figure_arms[arm]), **style_of(arm, arms)) for arm in arms]
     handles.append(Line2D([], [], marker="X", linestyle="", color="#555", label="EM below 3/4 of its best"))
-    figure.legend(handles=handles, loc="outside upper left", ncols=8, frameon=False, fontsize=9)
+    add_legend(figure, handles)
     return figure
 
 
@@ -98,7 +106,7 @@ def plot_endings(drawn: Sequence[dict], figure_arms: dict[str, str]) -> "Figure"
     figure = Figure(figsize=(13.2, 0.26 * len(arms) + 1.3), dpi=130, layout="constrained")
     axes = figure.subplots(1, len(ENDINGS), sharey=True)
     handles = []
-    for (world, rate), color in zip(lines, ARM_COLORS[1:], strict=False):
+    for (world, rate), color in zip(lines, cycle(ARM_COLORS[1:]), strict=False):
         label = f"{literal(world)}, lr {rate}"
         handles.append(Line2D([], [], marker="o", linestyle="", color=color, label=label))
         lift = 0.36 * ((len(handles) - 0.5) / len(lines) - 0.5)
@@ -109,13 +117,10 @@ def plot_endings(drawn: Sequence[dict], figure_arms: dict[str, str]) -> "Figure"
                 if values:
                     draw_ending(ax, values, place + lift, color, dashed=place == 0)
     for ax, (_, unit) in zip(axes, ENDINGS, strict=True):
-        ax.set_title(unit, fontsize=9, loc="left")
+        dress(ax, unit)
         ax.set_yticks(range(len(arms)), [literal(label) for label in figure_arms.values()], fontsize=8)
         ax.set_ylim(len(arms) - 0.5, -0.5)
-        ax.tick_params(labelsize=8)
-        ax.grid(color="#e6e6e6", linewidth=0.6)
-        ax.spines[["top", "right"]].set_visible(False)
-    figure.legend(handles=handles, loc="outside upper left", ncols=8, frameon=False, fontsize=9)
+    add_legend(figure, handles)
     return figure
 
 

@@ -1,6 +1,6 @@
-"""Processor time of an update with each arm of configs/experiments/stabilisers.yaml, by that of plain GRPO.
+"""Processor time of an update with each arm of configs/experiments/stabilisers.yaml, plain GRPO's being 1.
 
-    python tests/bench/preset_speed.py [--sizes tiny,head] [--repeats 5] [--arms grpo,nthr]
+    python tests/bench/preset_speed.py [--sizes tiny,head] [--repeats 5] [--arms kept,nthr]
 
 An update is all that training does with the episodes of a rollout: advantages, the rules that compare all
 tokens, the log-probabilities before the update and of the reference, and the four optimizer steps of the
@@ -106,12 +106,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", default="tiny,head")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--arms", help="these arms, grpo among them (default: all)")
+    parser.add_argument("--arms", help="plain GRPO and these arms (default: all)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     configs, columns = arms(), {}
     if args.arms:
-        configs = {arm: configs[arm] for arm in args.arms.split(",")}
+        chosen = ["grpo", *args.arms.split(",")]
+        if unknown := set(chosen) - set(configs):
+            parser.error(f"--arms: {', '.join(sorted(unknown))} not among {', '.join(configs)}")
+        configs = {arm: configs[arm] for arm in chosen}
     for name in args.sizes.split(","):
         size = SIZES[name]
         lm = make_lm(*size[:3])
