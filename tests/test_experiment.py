@@ -304,6 +304,16 @@ def test_only_some_runs_and_tables_without_runs(tmp_path, capsys, fake_train):
     assert "2 of 4 runs played" in capsys.readouterr().out and len(started(tmp_path)) == 2
 
 
+def test_a_reader_that_leaves_is_no_error(monkeypatch, capsys):
+    """`--tables | head -1`: the tables are longer than a pipe holds."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert runner.main([str(ROOT / "configs/experiments/stabilisers.yaml"), "--tables"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_a_damaged_record_is_named(tmp_path):
     path = tmp_path / "runs.csv"
     path.write_text("world,arm,rate,seed,steps,fingerprint\neasy,grpo,1e-4,0,10\n")

@@ -261,7 +261,7 @@ def chosen(experiment: Experiment, pattern: str | None) -> Experiment:
 
 def main(argv: list[str] | None = None, script: Path = ROOT / "train.py") -> int:
     """The exit code: 0, 1 if a run failed, 2 for a mistake of the user, 7 for a full disk, 130 for Ctrl-C."""
-    args = make_parser().parse_args(argv)
+    args, failed = make_parser().parse_args(argv), []
     try:
         if args.figure and not args.tables:
             raise ValueError("--figure without --tables does nothing: add --tables")
@@ -273,13 +273,14 @@ def main(argv: list[str] | None = None, script: Path = ROOT / "train.py") -> int
                     f"--prepare {args.prepare}: no such run (the first is {next(iter(by_name))})"
                 )
             return prepare_world(by_name[args.prepare])
-        failed = []
         if not args.tables:
             failed = run_command(chosen(experiment, args.only), args, script)
-        print(write_tables(experiment, args.figure))
+        print(write_tables(experiment, args.figure), flush=True)
     except ValueError as error:
         print(f"lld.experiment: {printable(error)}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever read the tables has enough of them, as `| head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
     except OSError as error:
         print(
             f"lld.experiment: {printable(error)}: make room or mend the permissions; the same command "
