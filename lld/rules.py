@@ -276,10 +276,8 @@ def check_surrogate(cfg: Config) -> None:
     refuse_unread(cfg, taus, loss.kind != "sapo", kind)
     mean = f"loss.aggregation = {loss.aggregation!r}"
     refuse_unread(cfg, ["loss.constant_tokens"], loss.aggregation != "constant", mean)
-    if loss.clip_low >= 1 and loss.kind not in ("cispo", "gmpo"):
-        raise ValueError(
-            f"loss.clip_low = {loss.clip_low}: must be below 1, or the ratio is never clipped from below"
-        )
+    if loss.clip_low > 1 and loss.kind not in ("cispo", "gmpo"):
+        raise ValueError(f"loss.clip_low = {loss.clip_low}: at most 1, which clips no ratio from below")
     if loss.kind == "dual_clip" and loss.clip_dual <= 1 + loss.clip_high:
         raise ValueError(f"loss.clip_dual = {loss.clip_dual}: must exceed 1 + loss.clip_high")
     if loss.kind in ("gspo", "gmpo") and loss.aggregation == "constant":
@@ -340,6 +338,11 @@ def check_correction(cfg: Config) -> None:
         raise ValueError(
             f"loss.correction = {loss.correction!r} with loss.old_logprobs = 'sampler' would correct twice: "
             "the ratio already divides by the sampler's log-probabilities; use 'trainer' or correction none"
+        )
+    if loss.correction != "none" and loss.kind == "vespo":
+        raise ValueError(
+            f"loss.correction = {loss.correction!r} with loss.kind = 'vespo': VESPO's own weight decides how "
+            "far a response counts, and a factor beside it undoes that; use old_logprobs 'sampler'"
         )
 
 

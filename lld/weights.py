@@ -87,7 +87,8 @@ def off_policy(t: Tokens, threshold: float) -> torch.Tensor:
     """0 where A < 0 and the row's mean of log pi_old - log pi exceeds `threshold`, else 1.
 
     Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): wrong responses from which the policy has
-    already moved away teach no more. pi_old is what the ratio divides by (loss.old_logprobs).
+    already moved away teach no more. pi_old is what the ratio divides by; in the paper that is the sampler
+    (loss.old_logprobs).
     """
     is_stale_B1 = t.row_mean(-t.log_ratio_BT.detach()) > threshold
     return torch.where((t.advantages_B1 < 0) & is_stale_B1, 0.0, 1.0)

@@ -459,7 +459,7 @@ def test_filters_tell_truncated_and_void_episodes():
         ({"loss": {"clip_dual": 2.0}}, "loss.clip_dual = 2.0 does nothing with loss.kind = 'grpo'"),
         ({"loss": {"kind": "dual_clip", "clip_dual": 1.1}}, "must exceed 1 + loss.clip_high"),
         ({"loss": {"sapo_tau_negative": 2.0}}, "loss.sapo_tau_negative = 2.0 does nothing"),
-        ({"loss": {"kind": "grpo", "clip_low": 1.0}}, "never clipped from below"),
+        ({"loss": {"kind": "grpo", "clip_low": 1.2}}, "which clips no ratio from below"),
         ({"loss": {"constant_tokens": 100}}, "does nothing with loss.aggregation = 'sequence_mean'"),
         ({"loss": {"kind": "gspo", "aggregation": "constant"}}, "use 'sequence_mean'"),
         ({"loss": {"kl_weight": 0.0, "kl_estimator": "unbiased"}}, "does nothing with loss.kl_weight = 0"),
@@ -468,6 +468,7 @@ def test_filters_tell_truncated_and_void_episodes():
         ({"loss": {"penalties": {"kl_cov": 0.0}}}, "a share of the tokens, must be in (0, 1)"),
         ({"loss": {"weights": {"positives": 0.0, "negatives": 0.0}}}, "leave no policy term"),
         ({"loss": {"weights": {"nthr": 1.0}, "support": "kept"}, "rollout": {"top_p": 0.9}}, "use 'full'"),
+        ({"loss": {"kind": "vespo", "correction": "tis"}}, "use old_logprobs 'sampler'"),
         ({"loss": {"weights": {"positive": 0.1}}}, "did you mean 'positives'?"),
         ({"loss": {"drop": ["void"]}}, "must be one of 'truncated', 'void_turn'"),
         (
