@@ -636,6 +636,20 @@ def test_the_figure_of_endings_shows_seeds_means_and_intervals(tmp_path, monkeyp
     assert len(figures[1].legends[0].get_texts()) == 9
 
 
+def test_endings_draw_an_arm_with_llds_hollow_on_the_line_of_the_arm_without(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, path: figures.append(self))
+    rows = [record_of(arm, "1e-4", 0, em) for arm, em in {"dapo": 0.2, "dapo-llds": 0.3}.items()]
+    outcome_figure.plot_experiment(rows, {"dapo": "x", "grpo": "y"}, tmp_path / "a.png", "endings")
+    ax = figures[0].axes[0]
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["x"]
+    fills = {line.get_xdata()[0]: line.get_mfc() for line in ax.lines if line.get_marker() == "o"}
+    assert fills[0.3] == "white" != fills[0.2]
+    assert [text.get_text() for text in figures[0].legends[0].get_texts()][-1] == "with LLDS"
+    with pytest.raises(ValueError, match="no run of the arms to draw"):  # curves draw what is named
+        outcome_figure.plot_experiment(rows[1:], {"dapo": "x"}, tmp_path / "a.png", "curves")
+
+
 def test_every_figure_that_an_experiment_may_ask_for_is_there(tmp_path):
     for kind in outcome_figure.FIGURES:
         assert grid.load_experiment(write_experiment(tmp_path, figure=kind)).figure == kind

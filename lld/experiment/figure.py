@@ -1,7 +1,7 @@
 """An experiment's record -> one figure: curves of its arms or how they end, by world and learning rate."""
 
 from collections.abc import Sequence
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ CURVES = (
     ("curve_right", "log-likelihood of right responses"),
     ("curve_wrong", "log-likelihood of wrong responses"),
 )
+LLDS = "-llds"  # an arm so called is drawn beside the one without
 ENDINGS = (
     ("em_end", f"exact match in training, last {END} steps"),
     ("held_out_end", "exact match on held-out questions"),
@@ -98,24 +99,28 @@ def plot_curves(drawn: Sequence[dict], figure_arms: dict[str, str]) -> "Figure":
 def plot_endings(drawn: Sequence[dict], figure_arms: dict[str, str]) -> "Figure":
     """A line for each arm, a column for each of ENDINGS: a small dot for each seed, a large one for their
     mean, a bar for its 95 % interval; a colour for each world and learning rate, dashed where its first arm
-    has its mean."""
+    has its mean. `ARM-llds` lies on ARM's line, hollow."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
     arms, lines = list(figure_arms), groups(drawn, "world", "rate")
-    figure = Figure(figsize=(13.2, 0.26 * len(arms) + 1.3), dpi=130, layout="constrained")
+    figure = Figure(figsize=(13.2, 0.3 * len(arms) + 1.3), dpi=130, layout="constrained")
     axes = figure.subplots(1, len(ENDINGS), sharey=True)
     handles = []
     for (world, rate), color in zip(lines, cycle(ARM_COLORS[1:]), strict=False):
         label = f"{literal(world)}, lr {rate}"
         handles.append(Line2D([], [], marker="o", linestyle="", color=color, label=label))
-        lift = 0.36 * ((len(handles) - 0.5) / len(lines) - 0.5)
-        for place, arm in enumerate(arms):
-            of_arm = [row for row in lines[world, rate] if row["arm"] == arm]
+        for (place, arm), hollow in product(enumerate(arms), (False, True)):
+            of_arm = [row for row in lines[world, rate] if row["arm"] == arm + LLDS * hollow]
+            height = place + 0.7 * ((len(handles) - 0.75 + 0.5 * hollow) / len(lines) - 0.5)
             for ax, (name, _) in zip(axes, ENDINGS, strict=True):
                 values = [row[name] for row in of_arm if row.get(name) is not None]
                 if values:
-                    draw_ending(ax, values, place + lift, color, dashed=place == 0)
+                    draw_ending(ax, values, height, color, hollow)
+                    if place == 0 and not hollow:
+                        ax.axvline(fmean(values), color=color, linestyle=(0, (4, 3)), linewidth=0.8, zorder=1)
+    if any(row["arm"].endswith(LLDS) for row in drawn):
+        handles.append(Line2D([], [], marker="o", linestyle="", color="#555", mfc="white", label="with LLDS"))
     for ax, (_, unit) in zip(axes, ENDINGS, strict=True):
         dress(ax, unit)
         ax.set_yticks(range(len(arms)), [literal(label) for label in figure_arms.values()], fontsize=8)
@@ -124,12 +129,11 @@ def plot_endings(drawn: Sequence[dict], figure_arms: dict[str, str]) -> "Figure"
     return figure
 
 
-def draw_ending(ax: "Axes", values: Sequence[float], height: float, color: str, dashed: bool) -> None:
+def draw_ending(ax: "Axes", values: Sequence[float], height: float, color: str, hollow: bool) -> None:
     mean, half = intervals.mean_interval(values)
+    fill = {"mfc": "white"} if hollow else {}
     ax.plot(values, [height] * len(values), ".", color=color, alpha=0.35, markersize=4, zorder=2)
-    ax.errorbar(mean, height, xerr=half, fmt="o", color=color, markersize=4.5, linewidth=1.3, zorder=3)
-    if dashed:
-        ax.axvline(mean, color=color, linestyle=(0, (4, 3)), linewidth=0.8, zorder=1)
+    ax.errorbar(mean, height, xerr=half, fmt="o", color=color, ms=4.5, linewidth=1.3, zorder=3, **fill)
 
 
 # The values of an experiment's `figure`
@@ -138,8 +142,10 @@ FIGURES = {"curves": plot_curves, "endings": plot_endings}
 
 def plot_experiment(rows: Sequence[dict], figure_arms: dict[str, str], path: str | Path, kind: str) -> None:
     """Draws the played ones of `figure_arms` (arm -> label) into a PNG; `kind`: a key of FIGURES."""
-    drawn = [row for row in rows if row["arm"] in figure_arms]
-    played = {arm: label for arm, label in figure_arms.items() if any(row["arm"] == arm for row in drawn)}
+    beside = {arm + LLDS: arm for arm in figure_arms} if kind == "endings" else {}
+    drawn = [row for row in rows if row["arm"] in figure_arms or row["arm"] in beside]
+    found = {arm for row in drawn for arm in (row["arm"], beside.get(row["arm"]))}
+    played = {arm: label for arm, label in figure_arms.items() if arm in found}
     if not played:
         raise ValueError(f"no run of the arms to draw is in the record ({', '.join(figure_arms)})")
     FIGURES[kind](drawn, played).savefig(path)
