@@ -342,7 +342,8 @@ def check_correction(cfg: Config) -> None:
     if loss.correction != "none" and loss.kind == "vespo":
         raise ValueError(
             f"loss.correction = {loss.correction!r} with loss.kind = 'vespo': VESPO's own weight decides how "
-            "far a response counts, and a factor beside it undoes that; use old_logprobs 'sampler'"
+            "far a response counts, and a factor beside it undoes that; use correction none, or 'sampler' "
+            "for loss.old_logprobs"
         )
 
 

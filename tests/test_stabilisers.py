@@ -468,7 +468,7 @@ def test_filters_tell_truncated_and_void_episodes():
         ({"loss": {"penalties": {"kl_cov": 0.0}}}, "a share of the tokens, must be in (0, 1)"),
         ({"loss": {"weights": {"positives": 0.0, "negatives": 0.0}}}, "leave no policy term"),
         ({"loss": {"weights": {"nthr": 1.0}, "support": "kept"}, "rollout": {"top_p": 0.9}}, "use 'full'"),
-        ({"loss": {"kind": "vespo", "correction": "tis"}}, "use old_logprobs 'sampler'"),
+        ({"loss": {"kind": "vespo", "correction": "tis"}}, "undoes that; use correction none, or 'sampler'"),
         ({"loss": {"weights": {"positive": 0.1}}}, "did you mean 'positives'?"),
         ({"loss": {"drop": ["void"]}}, "must be one of 'truncated', 'void_turn'"),
         (
