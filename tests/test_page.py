@@ -863,3 +863,20 @@ def test_hidden_runs_are_not_drawn(tmp_path, built):
         for hidden in ("", "0", "0,1")
     )
     assert both == 2 * one > 0 and none == 0
+
+
+@needs_browser
+def test_rounding_is_not_magnified(tmp_path):
+    run, rng = make_run(tmp_path / "whole"), random.Random(0)
+    log = run / "metrics.jsonl"
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    for row in rows:  # what a sampler that cuts nothing leaves of them
+        row |= {"drift": rng.gauss(0, 1e-9), "kept_mass": 1 + rng.gauss(0, 1e-7)}
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page.write_page([run], tmp_path / "report.html")
+    dom = browse(tmp_path, tmp_path / "report.html", "view=contexts")
+    for name, low, high in (("Predicted drift of entropy", -0.5, 0.5), ("Kept mass", 0.9, 1.1)):
+        svg = dom[dom.index(f'aria-label="{name}, all tokens"') :]
+        ticks = re.findall(r'text-anchor="end">([^<]*)</text>', svg[: svg.index("</svg>")])[:-1]
+        values = [float(text.replace("\u2212", "-")) for text in ticks]
+        assert low <= min(values) < max(values) <= high and max(values) - min(values) > 0.1, (name, ticks)
