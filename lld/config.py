@@ -101,10 +101,9 @@ class Rollout:
     # Prompt, actions and observations together
     max_episode_tokens: int = 4096
     temperature: float = 1.0  # 0 is greedy
-    # The next three cut the distribution of the next token, each by itself, and it is renormalised.
-    top_p: float = 1.0  # cut to the likeliest ids that together have this probability
-    min_p: float = 0.0  # cut to ids of at least this share of the largest probability
-    top_k: int = 0  # cut to this number of likeliest ids; 0 keeps all
+    top_p: float = 1.0  # sample from the likeliest ids that together have this probability
+    min_p: float = 0.0  # sample from ids of at least this share of the largest probability
+    top_k: int = 0  # sample from this number of likeliest ids; 0 keeps all
     # Weights that are sampled with: the trainer's | a copy of them, in every rollout rounded to fewer bits
     # and stored as before (fp8 e4m3 and int8: matrices of the layers, one scale a row); not in evaluations
     weights: Literal[("trainer",) + keys_of("model/coarse", "COARSE")] = "trainer"
@@ -131,10 +130,12 @@ class Rollout:
 class Reward:
     # A name, or package.module:function for a reward of one's own (lld/reward.py, `own_reward`)
     kind: Literal[keys_of("reward", "ANSWER_SCORES") + ("format",)] | str = "em"
-    # The next three are read by kind "format"; the values are Search-R1 v0.3's.
+    # Kind "format", values of Search-R1 v0.3: of a wrong answer in valid format, and what a right one in
+    # invalid format lacks
     structure_format_score: float = 0.2
-    final_format_score: float = 0.1  # of a wrong answer in invalid format
-    retrieval_score: float = 0.0  # added in valid format, where a passage holds a gold answer
+    final_format_score: float = 0.1  # kind "format": a wrong answer in invalid format
+    # Kind "format": added in valid format, where a passage holds a gold answer
+    retrieval_score: float = 0.0
     # DAPO's soft overlong punishment: the reward falls by up to 1 over the last overlong_cache of the
     # overlong_max tokens that an episode may write; dynamic sampling does not see it. 0 and 0: none
     overlong_max: int = 0
@@ -163,13 +164,14 @@ class Loss:
     aggregation: Literal[keys_of("weights", "AGGREGATIONS")] = "sequence_mean"
     # Tokens by which aggregation constant divides the sum of a response
     constant_tokens: float = 500.0
-    clip_low: float = 0.2  # at negative advantages, ratios below 1 - clip_low get no gradient
-    clip_high: float = 0.2  # at positive advantages, ratios above 1 + clip_high get none
+    # At negative advantages, ratios below 1 - clip_low get no gradient; kinds cispo and gmpo bound otherwise
+    clip_low: float = 0.2
+    # At positive advantages, ratios above 1 + clip_high get none; kinds cispo and gmpo as above
+    clip_high: float = 0.2
     # Bound of kind dual_clip on ratios where A < 0
     clip_dual: float = 3.0
-    # Steepness of kind sapo's gate where A > 0, and elsewhere in the next option
-    sapo_tau_positive: float = 1.0
-    sapo_tau_negative: float = 1.05  # elsewhere
+    sapo_tau_positive: float = 1.0  # steepness of kind sapo's gate where A > 0
+    sapo_tau_negative: float = 1.05  # steepness of kind sapo's gate where A <= 0
     kl_weight: float = 0.001  # of the KL divergence to the start policy; 0 loads no reference model
     # How that divergence is estimated from the sampled tokens
     kl_estimator: Literal[keys_of("loss", "KL_ESTIMATORS")] = "k3"
@@ -252,9 +254,8 @@ class Retriever:
     # Such a file, from which queries are answered in place of a server or an index
     replay: str | None = None
 
-    # The following are read by retriever_server.py, and by this process where url is null.
-
-    # Folder made by `python -m lld.retrieval build`, or a FAISS file
+    # Folder made by `python -m lld.retrieval build`, or a FAISS file. This option and those after it are read
+    # by retriever_server.py, and by this process where url is null
     index: str | None = None
     corpus: str | None = None  # jsonl of {"id", "contents"}
     encoder: str = "intfloat/e5-base-v2"  # of queries and passages; hub name or folder

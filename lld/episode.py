@@ -41,8 +41,8 @@ class Turn:
     searched: bool = False
 
     @property
-    def answered(self) -> bool:
-        """Whether a tool was run for this action."""
+    def tool_was_read(self) -> bool:
+        """Whether a tool was run for this action, and its result fitted into the episode."""
         return self.kind in TOOLS and self.observation_end > self.end
 
 
@@ -114,7 +114,7 @@ class Batch:
     kept_ids_K: torch.Tensor | None = None
     kept_counts_BT: torch.Tensor | None = None  # how many, per token
     trained_B: torch.Tensor | None = None  # false: no token of the row is in the loss; None: all are
-    # (B, T) of 0 and 1: what rules of the loss found that compare all tokens of an optimizer step
+    # (B, T): weights, mostly 0 and 1, of rules of the loss that compare the tokens of several rows
     chosen: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property

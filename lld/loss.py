@@ -28,7 +28,7 @@ class Tokens:
     """What the rules read of a micro-batch. Outside `mask_BT` log pi may be anything, NaN included.
 
     `mask_BT` is true on the tokens to train: those that the model wrote, in rows that are not dropped.
-    `chosen` holds what rules of a whole optimizer step found, (B, T) each (`selection.CHOOSERS`).
+    `chosen` holds the weights that `lld.selection` found for rules that compare several rows, (B, T) each.
     """
 
     logprobs_BT: torch.Tensor  # log pi; the gradient flows through it

@@ -124,7 +124,7 @@ def rollout(
     shown as an empty block where `empty_results` is "show"; with "drop" only its own episode ends, with
     `failure` set and the stop reason "empty_search", which `max_failed_groups` does not count.
     """
-    talk = _Conversation(engine, tokenizer, search, budgets, max_failed_groups, empty_results, progress)
+    talk = _Conversations(engine, tokenizer, search, budgets, max_failed_groups, empty_results, progress)
     for index, question in enumerate(questions):
         asked = f"{question.id}@{repeats[index]}" if repeats and repeats[index] else question.id
         talk.begin(index, question, [episode_seed(seed, step, asked, n) for n in range(num_samples)])
@@ -135,7 +135,7 @@ def rollout(
                 talk.hear(stopped)
             # Many small prefills cost more than one large one: without overlap, queries wait until their
             # episodes are a quarter of the running ones.
-            ready = overlap_search or 4 * len(talk.asking) >= engine.num_running
+            ready = overlap_search or 4 * len(talk.asking) >= engine.num_active
             for keys, call in talk.take_calls() if ready else ():
                 if overlap_search:
                     pending[pool.submit(call)] = keys
@@ -148,7 +148,7 @@ def rollout(
     return list(talk.episodes.values())
 
 
-class _Conversation:
+class _Conversations:
     """The state of all episodes of one rollout."""
 
     def __init__(
@@ -233,7 +233,7 @@ class _Conversation:
         return found
 
     def observe(self, keys: list[tuple], call: Callable[[], list[list]]) -> None:
-        """Appends the results for each key's query, or ends the episodes whose search failed."""
+        """Makes the call; appends the results for each key's query, or ends the episodes if it failed."""
         try:
             found = call()
         except RetrieverError as error:

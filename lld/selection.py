@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import one_hot
 
 from lld.episode import Batch, Episode
-from lld.update import plan_updates, rows_of_update, score_both, trained_ids, trained_temperature
+from lld.update import plan_updates, rows_of_update, score_both, trained_action_ids, trained_temperature
 
 if TYPE_CHECKING:
     from lld.config import Config, Loss
@@ -172,7 +172,7 @@ def nthr_table(accelerator, policy, batch: Batch, cfg: Config) -> torch.Tensor:
     for group in range(accelerator.process_index, num_groups, accelerator.num_processes):
         rows = list(range(group * size, (group + 1) * size))
         part = batch.rows(rows, accelerator.device)
-        written_BT = trained_ids(part) > 0
+        written_BT = trained_action_ids(part) > 0
         with accelerator.autocast():
             states_NC, targets_N = bare.states(part.token_ids_BT, written_BT)
 
@@ -215,7 +215,7 @@ def choose_tokens(accelerator, policy, batch: Batch, cfg: Config) -> Batch:
 
 def chosen_by_step(batch: Batch, updates: list[list[int]], logprobs_BT, entropies_BT, options: Loss) -> Batch:
     """`batch` with `chosen`, found among the rows of each update."""
-    mask_BT = trained_ids(batch) > 0
+    mask_BT = trained_action_ids(batch) > 0
     chosen = {name: torch.zeros(mask_BT.shape, dtype=torch.bool) for name in choices(options)}
     for rows in updates:
         step = Step(

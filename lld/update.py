@@ -152,7 +152,7 @@ def score_batch(accelerator, policy, batch: Batch, cfg: Config, num_updates: int
     return accelerator.reduce(own_BT.to(accelerator.device), "sum").cpu()
 
 
-def trained_ids(batch: Batch) -> torch.Tensor:
+def trained_action_ids(batch: Batch) -> torch.Tensor:
     """(B, T) `action_ids_BT`, 0 also in rows that a filter dropped from the loss."""
     if batch.trained_B is None:
         return batch.action_ids_BT
@@ -164,7 +164,7 @@ def minibatch_counts(batch: Batch, rows: list[int], preserve: str) -> dict[str, 
 
     Dropped rows do not count.
     """
-    tokens_B = (trained_ids(batch)[rows] > 0).sum(1)
+    tokens_B = (trained_action_ids(batch)[rows] > 0).sum(1)
     preserved_B = loss.preserved_rows(batch.advantages_B[rows], preserve)
     num_rows = len(rows) if batch.trained_B is None else int(batch.trained_B[rows].sum())
     return {"rows": num_rows, "tokens": int(tokens_B.sum()), "preserved": int(tokens_B[preserved_B].sum())}
@@ -180,7 +180,7 @@ def loss_of(
     step: Eq. 1 (or its token mean) + kl_weight * k3 - entropy_weight * H + lambda * LLDS (Eq. 6). Terms of
     weight 0 are not computed, and their tables may be None; outside the mask, terms may be anything.
     """
-    action_ids_BT = trained_ids(micro)
+    action_ids_BT = trained_action_ids(micro)
     mask_BT = action_ids_BT > 0
     tokens = loss.Tokens.of(logprobs_BT, divisor_BT, micro.advantages_B, mask_BT, micro.chosen)
     terms_BT, terms = policy_terms(micro, tokens, divisor_BT, options)
@@ -338,7 +338,7 @@ def optimizer_step(
             batch.names[row] for row, finite in zip(rows, finite_B.tolist(), strict=False) if not finite
         ]
         # Rows with a non-finite loss are reported, and like dropped ones left out of the means.
-        mask_BT = (trained_ids(micro) > 0) & finite_B[:, None]
+        mask_BT = (trained_action_ids(micro) > 0) & finite_B[:, None]
         means.add("loss", losses_B.detach() * counts["rows"], mask_BT.any(1))
         for name, terms_BT in terms.items():
             means.add(f"loss/{name}", terms_BT.detach(), mask_BT)

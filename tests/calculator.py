@@ -71,7 +71,7 @@ def test_it_is_run_and_its_result_is_read(tokenizer, search, overlap_search):
     )
     assert [turn.searched for turn in first.turns] == [False, True, False] and first.num_searches == 1
     assert not first.turns[0].passages and len(first.turns[1].passages) == 3
-    assert [turn.answered for turn in second.turns] == [True, True, False]
+    assert [turn.tool_was_read for turn in second.turns] == [True, True, False]
     assert second.stop_reason == "turns"
 
 

@@ -112,6 +112,32 @@ def test_a_fork_works(outcomes, heading):
     assert outcomes[heading] is None, f"{PAGE}, {heading!r}: {outcomes[heading]}"
 
 
+def test_llds_for_another_trainer_is_ours():
+    import torch
+
+    from lld.loss import lld_terms
+
+    made: dict = {}
+    exec(re.search(r"^```python\n(.*?)^```$", (ROOT / PAGE).read_text(), re.M | re.S)[1], made)
+    torch.manual_seed(0)
+    for _ in range(20):
+        logprobs_BT = torch.randn(6, 12, dtype=torch.float64, requires_grad=True)
+        old_BT, written_BT = torch.randn(6, 12, dtype=torch.float64), torch.rand(6, 12) < 0.7
+        advantages_B = torch.tensor([1.0, -1.0, 0.0, 0.5, -0.2, 2.0])
+        ids_BT, last = torch.zeros(6, 12, dtype=torch.long), 0
+        for row in range(6):
+            last = 0
+            for place in range(12):
+                last += bool(written_BT[row, place]) and not (place and written_BT[row, place - 1])
+                ids_BT[row, place] = last if written_BT[row, place] else 0
+        theirs = made["llds"](logprobs_BT, old_BT, advantages_B, written_BT)
+        terms_BT = lld_terms(logprobs_BT, old_BT, advantages_B, ids_BT, gate="action")
+        ours = terms_BT.sum() / written_BT[advantages_B >= 0].sum()
+        grads = [torch.autograd.grad(value, logprobs_BT)[0] for value in (theirs, ours)]
+        assert torch.allclose(theirs, ours, rtol=1e-12) and torch.allclose(*grads, rtol=1e-12)
+        assert ours > 0 and (terms_BT == 0).any()
+
+
 # The checks: each runs in its fork's copy, with the smallest world of tests/test_train.py beside it.
 
 
@@ -220,7 +246,7 @@ def check_tool(world: Path, config: str) -> None:
     question = Question("q/1", "How much is 2 + 3?", ("5",), "q")
     episodes = rollout(engine, tokenizer, [question], None, Budgets(**BUDGETS), num_samples=2, seed=0, step=0)
     turn = episodes[0].turns[0]
-    assert (turn.kind, turn.content, turn.answered, turn.searched) == ("calc", "2 + 3", True, False)
+    assert (turn.kind, turn.content, turn.tool_was_read, turn.searched) == ("calc", "2 + 3", True, False)
     read = tokenizer.decode(episodes[0].token_ids[turn.end : turn.observation_end])
     assert read == "\n\n<information>5</information>\n\n"
     advantages_PG = torch.tensor([[1.0, -1.0]])

@@ -37,7 +37,7 @@ class ScriptedEngine:
         return bool(self.ready)
 
     @property
-    def num_running(self):
+    def num_active(self):
         return len(self.ready)
 
     def add(self, key, prompt_ids, seeds, max_new_tokens):

@@ -691,7 +691,8 @@ def drawn(monkeypatch, groups, extra_draws, wanted=2, step=3, reward=None):
         asked.append([question.id for question in some])
         assert before == list(itertools.chain(*asked[:-1]))
         return [Episode(q, n, [0], stop_reason=str(r)) for q in some for n, r in enumerate(groups[q.id])], {
-            "empty_groups": 0.0
+            "failed_groups": len(asked) / 10,
+            "empty_groups": 0.0,
         }
 
     monkeypatch.setattr(playing, "play_questions", play_questions)
@@ -712,9 +713,10 @@ OPTIM = {"updates_per_rollout": 2}
 def test_draws_stop_when_enough_groups_differ_and_fill_up_when_they_never_do(monkeypatch):
     mixed, equal = [1.0, 0.0], [0.0, 0.0]
     kept, row, asked = drawn(monkeypatch, dict.fromkeys("abcdefgh", mixed), 3)
-    assert kept == asked[0] and len(asked) == 1 and row["drawn_groups"] == 1.0
+    assert kept == asked[0] and row == {"failed_groups": 0.1, "empty_groups": 0.0, "drawn_groups": 1.0}
     kept, row, asked = drawn(monkeypatch, dict.fromkeys("abcdefgh", equal), 3)
     assert kept == asked[0] and len(asked) == 4 and row["drawn_groups"] == 4.0
+    assert row["failed_groups"] == pytest.approx(0.25)  # of all that was played
     groups = {name: mixed if name in "ac" else equal for name in "abcdefgh"}
     for step in range(8):
         kept, row, asked = drawn(monkeypatch, groups, 3, step=step)
@@ -736,7 +738,7 @@ def test_draws_are_a_function_of_seed_step_and_number_and_the_first_is_the_plain
     _, _, first = drawn(monkeypatch, equal, 3)
     _, _, again = drawn(monkeypatch, equal, 3)
     _, row, plain = drawn(monkeypatch, equal, 0)
-    assert first == again and plain == first[:1] and row == {"empty_groups": 0.0}
+    assert first == again and plain == first[:1] and row == {"failed_groups": 0.1, "empty_groups": 0.0}
     _, _, later = drawn(monkeypatch, equal, 3, step=4)
     assert later[0] != first[0] and len({tuple(some) for some in first}) > 1
 

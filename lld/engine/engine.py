@@ -174,8 +174,8 @@ class Engine:
         self.num_fed = 0  # tokens pushed through the model, padding excluded
 
     @property
-    def num_running(self) -> int:
-        return sum(sequence.state <= READY for sequence in self.rows)
+    def num_active(self) -> int:
+        return sum(sequence.state <= READY for sequence in self.rows)  # RUNNING or READY
 
     @property
     def num_free(self) -> int:
@@ -184,7 +184,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether `step` has anything to do."""
-        return self.num_running > 0 or (bool(self.waiting) and self.num_free > 0)
+        return self.num_active > 0 or (bool(self.waiting) and self.num_free > 0)
 
     def add(self, group, prompt_ids: list[int], seeds: list[int], max_new_tokens: int) -> None:
         """Queues one sample of `prompt_ids` per seed; their keys are (group, 0), (group, 1), ..."""

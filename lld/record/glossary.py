@@ -3,14 +3,15 @@
 GLOSSARY = {
     "step": "rollout step, from 0",
     "failed_groups": (
-        "share of the step's groups dropped because a search of theirs failed or found nothing; 0"
+        "share of the groups played that were dropped because a search of theirs failed "
+        "(rollout.max_failed_groups); 0"
     ),
     "drawn_groups": (
         "groups played for each that the step asked for (rollout.extra_draws); 1 means that every group "
         "differed in reward, 1 + extra_draws that some kept ones do not"
     ),
     "empty_groups": (
-        "share of the step's groups dropped because a query of theirs found nothing "
+        "share of the groups played that were dropped because a query of theirs found nothing "
         "(retriever.empty_results); 0"
     ),
     "reward/mean": "mean reward of all episodes; rises, then levels off",
@@ -130,7 +131,7 @@ GLOSSARY = {
     ),
     "sampler_gap/max": "largest such gap; float32: below 1e-4, bf16: about .1",
     "searches": "searches carried out per episode",
-    "calls/*": "calls of a further tool (`lld/tools.py`) carried out per episode",
+    "calls/*": "calls of a further tool (`lld/tools.py`) whose result was read, per episode",
     "turns": "actions per episode",
     "valid_actions": "share of actions that were a tool call or an answer",
     "valid_searches": "share of the actions that are no answer which are well-formed searches (Fig. 4)",

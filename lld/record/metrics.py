@@ -89,7 +89,7 @@ def describe_episodes(episodes: list[Episode], rewards_PG: torch.Tensor) -> dict
     }
     for kind in TOOLS:
         if kind != "search":  # its calls are "searches"
-            calls = [sum(turn.answered and turn.kind == kind for turn in e.turns) for e in episodes]
+            calls = [sum(turn.tool_was_read and turn.kind == kind for turn in e.turns) for e in episodes]
             row[f"calls/{kind}"] = mean(calls)
     return row
 

@@ -115,9 +115,10 @@ def read_episodes(box: Path, step: int, group_size: int, vocabulary: int) -> lis
 
 
 def read_dropped(box: Path, step: int) -> dict:
-    """The share of the step's groups that the original run dropped for an empty search, as it was logged."""
+    """The shares of the step's groups that the original run dropped or drew, as they were logged."""
     logged = [row for row in runs.read_rows(box / "metrics.jsonl") if row["step"] == step]
-    return {"empty_groups": logged[-1]["empty_groups"]} if logged and "empty_groups" in logged[-1] else {}
+    names = ("failed_groups", "empty_groups", "drawn_groups")
+    return {name: logged[-1][name] for name in names if logged and name in logged[-1]}
 
 
 def same_rows(original: list[dict], replayed: list[dict]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+from statistics import fmean
 
 from accelerate.utils import gather_object
 from tqdm import tqdm
@@ -36,7 +37,7 @@ def new_engine(run: Run, sampling: Rollout | Eval, keep_ids: bool = False) -> En
 
 
 def play(run: Run, step: int) -> tuple[list[Episode], dict[str, float]]:
-    """The episodes of a step, grouped by question, and the share of groups dropped for an empty search.
+    """The episodes of a step, grouped by question, and the shares of groups that were dropped.
 
     The same on every process. A replay of a crash box reads both from the box. Raises Unplayed, on all
     processes.
@@ -62,7 +63,7 @@ def draw_groups(run: Run, step: int) -> tuple[list[Episode], dict[str, float]]:
     are drawn is a pure function of seed, step and number of the draw, so that nothing about it is in a
     checkpoint.
     """
-    cfg, asked, groups, empty = run.cfg, [], [], []
+    cfg, asked, groups, lost = run.cfg, [], [], []
     wanted, size = cfg.rollout.num_questions, cfg.rollout.group_size
     of_answers = dataclasses.replace(cfg.reward, overlong_max=0, overlong_cache=0)
     for draw in range(1 + cfg.rollout.extra_draws):
@@ -72,14 +73,15 @@ def draw_groups(run: Run, step: int) -> tuple[list[Episode], dict[str, float]]:
             return kept, dropped
         asked += [question.id for question in questions]
         groups += [kept[start : start + size] for start in range(0, len(kept), size)]
-        empty.append(dropped["empty_groups"])
+        lost.append(dropped)
         rewards = [score_episodes(group, run.tokenizer, of_answers) for group in groups]
         mixed = [place for place in range(len(groups)) if len(set(rewards[place])) > 1]
         if len(mixed) >= wanted:
             break
     others = [place for place in range(len(groups)) if place not in mixed]
     places = sorted((mixed + others)[:wanted])
-    row = {"empty_groups": sum(empty) / len(empty), "drawn_groups": len(asked) / wanted}
+    row = {name: fmean(dropped[name] for dropped in lost) for name in lost[0]}
+    row["drawn_groups"] = len(asked) / wanted
     return [episode for place in places for episode in groups[place]], row
 
 
@@ -116,7 +118,10 @@ def play_questions(
             f"({empty[0]}, for one): mend the index, or set retriever.empty_results=show, "
             "which shows the model an empty block and which a resumed run may change"
         )
-    return kept, {"empty_groups": len(empty) / len(questions)}
+    return kept, {
+        "failed_groups": len(failures) / len(questions),
+        "empty_groups": len(empty) / len(questions),
+    }
 
 
 def play_own_groups(

@@ -28,8 +28,7 @@ def describe_rollout(run: Run, step: int, episodes: list[Episode], rewards_PG: t
 
     It includes the learning rate and LLDS-MA's weight on answers.
     """
-    failed_groups = 1 - len(rewards_PG) / run.cfg.rollout.num_questions
-    row = {"step": step, "failed_groups": failed_groups} | metrics.describe_episodes(episodes, rewards_PG)
+    row = {"step": step} | metrics.describe_episodes(episodes, rewards_PG)
     row["lld_beta"] = answer_beta(row["searches"], run.cfg.loss)
     row["lr"] = learning_rate(step, run.cfg.optim)
     return row
