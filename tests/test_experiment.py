@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -575,9 +576,21 @@ def test_alarms_are_counted_before_and_after_the_fall_and_in_runs_that_did_not_f
         record_of("cut", "2e-4", 2, 0.1, fell=120),
         record_of("whole", "2e-4", 0, 0.4, alarm_spiral=10),
         record_of("whole", "2e-4", 1, 0.4),
+        record_of("kept", "2e-4", 1, 0.4),
+        record_of("cool", "2e-4", 1, 0.4, alarm_spiral=10),
     ]
-    spiral = next(row for row in cells(tables.alarms(rows)) if row["sign"] == "spiral")
-    assert list(spiral.values())[1:] == ["3", "1", "1", "1", "-10, 30, 70", "1 of 2 (1 whole)"]
+    options = {
+        "whole": {},
+        "kept": {"rollout": {"top_p": 0.8}, "loss": {"support": "kept"}},
+        "cut": {"rollout": {"top_p": 0.8}},
+        "cool": {"rollout": {"temperature": 0.8}, "loss": {"temperature": 1.0}},
+    }
+    runs = [
+        SimpleNamespace(fingerprint=r["fingerprint"], cfg=settings.from_dict(options[r["arm"]])) for r in rows
+    ]
+    spiral = next(row for row in cells(tables.alarms(rows, runs)) if row["sign"] == "spiral")
+    told = ["3", "1", "1", "1 (1 cut)", "-10, 30, 70", "1 of 3 (1 whole)", "1 of 1"]
+    assert list(spiral.values())[1:] == told
 
 
 def test_the_law_is_fitted_to_the_arms_that_the_yaml_names(tmp_path):

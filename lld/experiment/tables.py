@@ -7,6 +7,7 @@ from functools import partial
 from math import log
 from statistics import fmean, median
 
+from lld.config import Config
 from lld.experiment import intervals
 from lld.experiment.grid import Experiment, Run
 from lld.experiment.outcomes import END, FELL, SIGNS
@@ -231,26 +232,43 @@ def _pair(ones: Sequence[dict], others: Sequence[dict]) -> dict[str, str]:
 # alarms
 
 ALARMS_TITLE = (
-    "**What each sign of lld/record/phases.py was worth**, over the runs that lost EM and the others. "
-    "Lead: steps from the sign to that loss, least, median and largest; displacement is the warning "
-    "that there was before."
+    "**What each sign of lld/record/phases.py was worth** in the runs that lost EM: how many had it before "
+    "that loss or after, or missed it; lead: steps from the sign to the loss, least, median and largest. And "
+    "how many had it of those that lost nothing: where what is trained is what is sampled (the sampler does "
+    "not cut, or its kept ids are trained), and the rest. Displacement is the warning that there was before."
 )
 
 
-def alarms(rows: Sequence[dict]) -> Table:
+def samples_what_it_trains(cfg: Config) -> bool:
+    """Whether the loss is taken under the distribution that was sampled; rounded weights do not count."""
+    same_temperature = cfg.loss.temperature in (None, cfg.rollout.temperature)
+    return same_temperature and (not cfg.rollout.cuts or cfg.loss.support == "kept")
+
+
+def alarms(rows: Sequence[dict], runs: Sequence[Run]) -> Table:
     """How often each sign came before the loss, after it or not at all, and in the other runs."""
+    sound = {run.fingerprint for run in runs if samples_what_it_trains(run.cfg)}
     dead, alive = [row for row in rows if has_lost(row)], [row for row in rows if not has_lost(row)]
     table = []
+
+    def arms_of(some: Sequence[dict]) -> str:
+        names = [row["arm"] for row in some]
+        counts = ", ".join(f"{names.count(arm)} {arm}" for arm in dict.fromkeys(names))
+        return f" ({counts})" if counts else ""
+
     for name in SIGNS:
         column = f"alarm_{name}"
         leads = sorted(row["lost_step"] - row[column] for row in dead if row[column] is not None)
         before = sum(lead > 0 for lead in leads)
         entry = {"sign": name, "runs that lost EM": str(len(dead)), "before": str(before)}
-        entry |= {"after": str(len(leads) - before), "missed": str(len(dead) - len(leads))}
+        missed = [row for row in dead if row[column] is None]
+        entry["after"] = str(len(leads) - before)
+        entry["missed"] = f"{len(missed)}{arms_of(missed) if leads else ''}"
         entry["lead"] = f"{leads[0]:.0f}, {median(leads):.0f}, {leads[-1]:.0f}" if leads else DASH
-        false = [row["arm"] for row in alive if row[column] is not None]
-        counts = ", ".join(f"{false.count(arm)} {arm}" for arm in dict.fromkeys(false))
-        entry["in the other runs"] = f"{len(false)} of {len(alive)}" + (f" ({counts})" if counts else "")
+        for title, same in (("trained as sampled", True), ("the rest", False)):
+            some = [row for row in alive if (row["fingerprint"] in sound) is same]
+            shown = [row for row in some if row[column] is not None]
+            entry[title] = f"{len(shown)} of {len(some)}{arms_of(shown) if same else ''}"
         table.append(entry)
     return table_of(ALARMS_TITLE, table)
 
@@ -307,7 +325,7 @@ def all_tables(experiment: Experiment, rows: Sequence[dict]) -> str:
         by_arm(rows, OUTCOMES_TITLE, OUTCOMES),
         by_arm(rows, LIKELIHOODS_TITLE, LIKELIHOODS),
         compared(rows, experiment.pairs),
-        alarms(rows),
+        alarms(rows, experiment.runs),
         law(rows, experiment.runs, experiment.law),
     ]
     head = "\n".join(textwrap.wrap(head, WIDTH))

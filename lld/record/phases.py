@@ -166,9 +166,9 @@ class Detector:
         if phase == COLLAPSE:
             what = ", ".join(self.signs)
             return (
-                f"{begins}: {what} (best {WINDOW} steps -> last {SHORT}). Updates from here on only cost "
-                "time: end the run (monitor.stop_in_phase=4 does it) and "
-                "start a new one from a checkpoint of before (model.path), with a smaller optim.lr."
+                f"{begins}: {what} (best {WINDOW} steps -> last {SHORT}). Look at its responses; few such runs "
+                "come back to their best. To go back, end it (monitor.stop_in_phase=4 does so) and start a "
+                "new one from a checkpoint of before (model.path), with a smaller optim.lr."
             )
         if phase in (FLATTENING, SPIRAL):
             return (
