@@ -45,10 +45,6 @@ FREE = (
     *settings.RESUMABLE,
     "loss.preset",
     "tinyworld.dir",
-    "model.path",
-    "data.train",
-    "retriever.corpus",
-    "eval.benchmarks",
     "monitor.rescore_every",
     "monitor.sentinel_every",
     "monitor.sentinel_size",
@@ -56,6 +52,16 @@ FREE = (
     "monitor.trajectories_questions",
     "monitor.crash_box",
 )
+# Free too where they lie in the run's tiny world, which its options describe
+PLACES = ("model.path", "data.train", "retriever.corpus", "eval.benchmarks")
+
+
+def is_free(name: str, value: object, home: str | None) -> bool:
+    """Whether an option with this value does not decide a run's course; `home` is its tinyworld.dir."""
+    if name not in PLACES or home is None:
+        return name in FREE
+    paths = value.values() if isinstance(value, dict) else [value]
+    return all(isinstance(path, str) and Path(path).is_relative_to(home) for path in paths)
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ class Run:
 
     @property
     def fingerprint(self) -> str:
-        """Ten digits for the options that decide a run's course: those that are not FREE, and its steps.
+        """Ten digits for the options that decide a run's course: those that are not free, and its steps.
 
         Options with their default do not count, so that adding an option changes no fingerprint.
         """
@@ -87,7 +93,9 @@ class Run:
             f"{section}.{name}": value
             for section, options in settings.to_dict(self.cfg).items()
             for name, value in options.items()
-            if section != "plan" and f"{section}.{name}" not in FREE and value != default[section][name]
+            if section != "plan"
+            and value != default[section][name]
+            and not is_free(f"{section}.{name}", value, self.cfg.tinyworld.dir)
         }
         text = json.dumps(told | {"run.steps": self.steps}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:10]
@@ -103,9 +111,9 @@ class Run:
         """
         path = self.folder / "metrics.jsonl"
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-        if len(lines) != self.steps or not (self.cfg.eval.every and self.cfg.eval.during_training):
+        if len(lines) < self.steps or not (self.cfg.eval.every and self.cfg.eval.during_training):
             return len(lines) >= self.steps
-        return any(name.startswith("eval/") for name in read_rows(path)[-1])
+        return any(name.startswith("eval/") for name in read_rows(path)[self.steps - 1])
 
 
 @dataclass(frozen=True)
@@ -289,6 +297,13 @@ def _make_runs(
                     f"{path}: two blocks ask for {run.name} with different options or steps: "
                     "give one of the arms another name"
                 )
+    by_fingerprint: dict[str, Run] = {}
+    for run in runs.values():
+        first = by_fingerprint.setdefault(run.fingerprint, run)
+        if first is not run:
+            raise ValueError(
+                f"{path}: {first.name} and {run.name} are one run under two names: remove one of them"
+            )
     return tuple(runs.values())
 
 
@@ -355,12 +370,16 @@ def check_made_alike(runs: Sequence[Run]) -> None:
         if not path.exists():
             continue
         made = settings.read_yaml(path)
+        world = made.get("tinyworld") if isinstance(made.get("tinyworld"), dict) else {}
+        homes = (world.get("dir"), run.cfg.tinyworld.dir)
         for section, options in settings.to_dict(run.cfg).items():
             saved = made.get(section) if isinstance(made.get(section), dict) else {}
             for name, value in options.items():
                 # An option added after the run was made had its default
                 before = saved.get(name, default[section][name])
-                if f"{section}.{name}" not in FREE and _plain(before) != _plain(value):
+                both = zip((before, value), homes, strict=True)
+                free = all(is_free(f"{section}.{name}", some, home) for some, home in both)
+                if not free and _plain(before) != _plain(value):
                     raise ValueError(
                         f"{run.folder} was made with {section}.{name} = {before!r}, and {value!r} is asked "
                         "for now: delete the folder, or give the arm or world another name"

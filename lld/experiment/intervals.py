@@ -17,7 +17,6 @@ T_95 = [
         "2.201 2.179 2.160 2.145 2.131 2.120 2.110 2.101 2.093 2.086"
     ).split()
 ]
-Z_95 = 1.959964
 MAX_PAIRS = 16  # beyond it not all 2^n signs are tried
 
 
@@ -105,7 +104,7 @@ def swap_p(ones: Sequence[float], others: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True)
 class Fit:
-    """Coefficients of `survival_fit` with their half widths (95 %), and the scatter of log time."""
+    """Coefficients of `survival_fit` with their half widths (95 %), and the scatter of log times."""
 
     coefficients: tuple[float, ...]
     halves: tuple[float, ...]
@@ -118,7 +117,9 @@ def survival_fit(
     """log time = intercept + coefficients · factors + normal noise, by maximum likelihood.
 
     A run whose event was not `seen` counts as one that comes after its last step (`times`): leaving such runs
-    out would make the events look earlier than they are. Intervals are those of the observed information.
+    out would make the events look earlier than they are. Intervals are those of the observed information,
+    with Student's t and the scatter of as many degrees of freedom as there are events more than coefficients:
+    exact where every event was seen.
     None if fewer events were seen than there are coefficients, the scatter included, or if the factors do not
     tell the runs apart.
     """
@@ -149,5 +150,8 @@ def survival_fit(
     hessian = torch.autograd.functional.hessian(loss, found)
     if not hessian.isfinite().all() or torch.linalg.eigvalsh(hessian).min() <= 0:
         return None
-    errors = torch.linalg.inv(hessian).diagonal().sqrt()
-    return Fit(tuple(found[:-1].tolist()), tuple((Z_95 * errors[:-1]).tolist()), float(found[-1].exp()))
+    freedom = len(X_seen) - X.shape[1]
+    wider = math.sqrt(len(X_seen) / freedom)
+    errors = torch.linalg.inv(hessian).diagonal()[:-1].sqrt() * wider
+    halves = T_95[min(freedom, len(T_95)) - 1] * errors
+    return Fit(tuple(found[:-1].tolist()), tuple(halves.tolist()), float(found[-1].exp()) * wider)

@@ -5,6 +5,7 @@ that kind was sampled.
 """
 
 import csv
+import fcntl
 import io
 import os
 import platform
@@ -52,9 +53,10 @@ NUMBERS = ("rate", "seed", "steps")
 TEXTS = (*ABOUT[:2], "options", "fingerprint", "commit", "machine")
 
 
-def level(values: Sequence[float]) -> float | None:
-    """The mean of the last 40 values; None if there is none."""
-    return fmean(values[-END:]) if values else None
+def ending(rows: Sequence[dict], name: str) -> float | None:
+    """The mean over the last 40 steps; None if none of them has a value."""
+    values = series(rows[-END:], name)[1]
+    return fmean(values) if values else None
 
 
 def fall(steps: Sequence[int], values: Sequence[float]) -> dict[str, float | None]:
@@ -112,9 +114,11 @@ def alarms(rows: Sequence[dict], num_updates: int) -> dict[str, int | None]:
     return {f"alarm_{name}": step for name, step in first.items()}
 
 
-def course(name: str, values: Sequence[float]) -> dict[str, float | None]:
-    """The mean of the first 10 and the last 40 values; of some names also the extreme means of 10."""
-    row = {f"{name}_start": fmean(values[: phases.WINDOW]) if values else None, f"{name}_end": level(values)}
+def course(name: str, rows: Sequence[dict], logged: str) -> dict[str, float | None]:
+    """Means of the first 10 values and of the last 40 steps; of some names also the extreme means of 10."""
+    values = series(rows, logged)[1]
+    row = {f"{name}_start": fmean(values[: phases.WINDOW]) if values else None}
+    row[f"{name}_end"] = ending(rows, logged)
     if name in EXTREMES:
         levels = running_mean(values)[phases.WINDOW - 1 :]
         row |= {f"{name}_least": min(levels, default=None), f"{name}_most": max(levels, default=None)}
@@ -126,8 +130,9 @@ def by_context(rows: Sequence[dict]) -> dict[str, float | None]:
     row = {}
     for name in CONTEXTS:
         steps, values = series(rows, f"entropy/incorrect/{name}")
-        row |= {f"onset_{name}": onset(steps, values), f"entropy_wrong_{name}_end": level(values)}
-        row[f"entropy_right_{name}_end"] = level(series(rows, f"entropy/correct/{name}")[1])
+        row[f"onset_{name}"] = onset(steps, values)
+        row[f"entropy_wrong_{name}_end"] = ending(rows, f"entropy/incorrect/{name}")
+        row[f"entropy_right_{name}_end"] = ending(rows, f"entropy/correct/{name}")
     for logged in ("advantage", "drift"):
         for suffix in ("", *(f"/{name}" for name in CONTEXTS)):
             values = series(rows[:EARLY], logged + suffix)[1]
@@ -138,26 +143,28 @@ def by_context(rows: Sequence[dict]) -> dict[str, float | None]:
 def describe_run(rows: Sequence[dict], benchmark: str | None = None, num_updates: int = 2) -> dict:
     """The outcome of a run from the rows of its metrics.jsonl; `benchmark` is the held-out set that counts.
 
-    em_end, and all that ends in _end: means of the last 40 steps. em_peak, em_fall, lost_step, fell_step:
-    `fall`. collapse_step: `lld.record.runs.find_collapse`. onset_*: `onset` of the entropy of wrong
-    responses, as a whole and by what the context has seen. early_*: means of the first 100 steps.
-    displacement: mean of displacement/correct over all steps.
-    Likelihoods: nats per token.
+    em_end, and all that ends in _end: `ending`. em_peak, em_fall, lost_step, fell_step: `fall`.
+    collapse_step: `lld.record.runs.find_collapse`. onset_*: `onset` of the entropy of wrong responses, as a
+    whole and by what the context has seen. early_*: means of the first 100 steps. displacement: mean of
+    displacement/correct over all steps. Likelihoods: nats per token.
     """
     steps, ems = series(rows, "em")
     held_out = series(rows, f"eval/{benchmark}/em")[1]
-    row = {"em_end": level(ems)} | fall(steps, ems)
+    row = {"em_end": ending(rows, "em")} | fall(steps, ems)
     row["collapse_step"] = find_collapse(*series(rows, "reward/mean"))["collapse_step"]
     row |= {"held_out_start": held_out[0] if held_out else None, "held_out_peak": max(held_out, default=None)}
     row["held_out_end"] = held_out[-1] if held_out else None
     for name, logged in FOLLOWED.items():
-        row |= course(name, series(rows, logged)[1])
+        row |= course(name, rows, logged)
     gaps = [
         row[FOLLOWED["wrong"]] - row[FOLLOWED["right"]]
-        for row in rows
+        for row in rows[-END:]
         if is_number(row.get(FOLLOWED["wrong"])) and is_number(row.get(FOLLOWED["right"]))
     ]
-    row |= {"gap_end": level(gaps), "onset": onset(*series(rows, FOLLOWED["entropy_wrong"]))}
+    row |= {
+        "gap_end": fmean(gaps) if gaps else None,
+        "onset": onset(*series(rows, FOLLOWED["entropy_wrong"])),
+    }
     row |= by_context(rows)
     row |= alarms(rows, num_updates)
     row["skipped_updates"] = sum(series(rows, "skipped_updates")[1])
@@ -203,12 +210,15 @@ def read_record(path: Path) -> list[dict]:
         return []
     with files.naming(path), open(path, newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
+    places: dict[str, int] = {}
     for number, row in enumerate(rows, start=2):
         missing = [name for name in (*ABOUT, "fingerprint") if not row.get(name)]
         if missing or None in row or None in row.values():
             raise ValueError(
                 f"{path} line {number} is damaged ({', '.join(missing) or 'fields'}): restore it"
             )
+        if (first := places.setdefault(row["fingerprint"], number)) != number:
+            raise ValueError(f"{path}: lines {first} and {number} hold the same run: delete one of them")
     return [{name: _parsed(name, text, path) for name, text in row.items()} for row in rows]
 
 
@@ -222,10 +232,20 @@ def _parsed(name: str, text: str, path: Path) -> object:
 
 
 def add_to_record(path: Path, row: dict) -> None:
-    """Adds a row to the CSV, which is replaced as a whole: a kill leaves the old file or the new one."""
-    rows = [*read_record(path), row]
+    """Adds a row to the CSV, unless it holds the run already.
+
+    The file is replaced as a whole: a kill leaves the old one or the new one. Of several processes, one at a
+    time reads and writes.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.replace_file(path, csv_text(rows), durable=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        rows = read_record(path)
+        if row["fingerprint"] not in {known["fingerprint"] for known in rows}:
+            files.replace_file(path, csv_text([*rows, row]), durable=True)
+    finally:
+        os.close(folder)
 
 
 def csv_text(rows: Sequence[dict]) -> str:

@@ -92,14 +92,15 @@ def has_lost(row: dict) -> bool:
     return row["lost_step"] is not None
 
 
-def has_exploded(row: dict) -> bool:
-    """Whether the entropy of wrong responses ended above twice that of the start."""
+def has_exploded(row: dict) -> bool | None:
+    """Whether the entropy of wrong responses ended above twice that of the start; None if there were none."""
     start, end = row["entropy_wrong_start"], row["entropy_wrong_end"]
-    return None not in (start, end) and end > EXPLODED * start
+    return None if None in (start, end) else end > EXPLODED * start
 
 
 def exploded(rows: Sequence[dict]) -> str:
-    return share(sum(map(has_exploded, rows)), len(rows))
+    known = [row for row in rows if has_exploded(row) is not None]
+    return share(sum(map(has_exploded, known)), len(known)) if known else DASH
 
 
 def when(name: str, rows: Sequence[dict]) -> str:
@@ -127,8 +128,9 @@ OUTCOMES_TITLE = (
     f"Largest fall: of the {END}-step mean, as a share of the best one before. Lost: that mean was "
     f"below {FELL:.0%} of the best one before, in how many runs, with the exact 95 % interval of the "
     "share, and the median step at which it first was; for good: runs that ended so. Halved: the 10-step "
-    "mean reward below half of its best for ten steps, and the first of them. Exploded: entropy of "
-    f"wrong responses at the end above {EXPLODED:g} times that of the start."
+    "mean reward below half of its best, and at least .1 lower, for ten steps, and the first of them. "
+    f"Exploded: entropy of wrong responses at the end above {EXPLODED:g} times that of the start. A dash: "
+    f"no such response in the last {END} steps."
 )
 OUTCOMES: dict[str, Callable[[Sequence[dict]], str]] = {
     "EM end": partial(of, "em_end", 3),
@@ -207,10 +209,10 @@ def _pair(ones: Sequence[dict], others: Sequence[dict]) -> dict[str, str]:
         both = [(one[name], other[name]) for one, other in pairs]
         return [None if None in pair else pair[0] - pair[1] for pair in both]
 
-    def both(happened: Callable[[dict], bool]) -> str:
-        one, other = sum(map(happened, ones)), sum(map(happened, others))
-        p = intervals.fisher_p(one, len(ones), other, len(others))
-        return f"{one} of {len(ones)}, {other} of {len(others)}; {p_text(p)}"
+    def both(happened: Callable[[dict], bool | None]) -> str:
+        one, other = ([yes for yes in map(happened, some) if yes is not None] for some in (ones, others))
+        p = intervals.fisher_p(sum(one), len(one), sum(other), len(other))
+        return f"{sum(one)} of {len(one)}, {sum(other)} of {len(other)}; {p_text(p)}"
 
     ends = [[row["em_end"] for row in some] for some in (ones, others)]
     return {
@@ -233,9 +235,10 @@ def _pair(ones: Sequence[dict], others: Sequence[dict]) -> dict[str, str]:
 
 ALARMS_TITLE = (
     "**What each sign of lld/record/phases.py was worth** in the runs that lost EM: how many had it before "
-    "that loss or after, or missed it; lead: steps from the sign to the loss, least, median and largest. And "
-    "how many had it of those that lost nothing: where what is trained is what is sampled (the sampler does "
-    "not cut, or its kept ids are trained), and the rest. Displacement is the warning that there was before."
+    "that loss, then or after, or never; lead: steps from the sign to the loss, least, median and largest. "
+    "And how many had it of those that lost nothing: where what is trained is what is sampled (the sampler "
+    "does not cut, or its kept ids are trained), and the rest. Displacement is the warning that there was "
+    "before."
 )
 
 

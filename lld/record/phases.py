@@ -167,8 +167,8 @@ class Detector:
             what = ", ".join(self.signs)
             return (
                 f"{begins}: {what} (best {WINDOW} steps -> last {SHORT}). Look at its responses; few such "
-                "runs come back to their best. To go back, end it (monitor.stop_in_phase=4 does so) and start a "
-                "new one from a checkpoint of before (model.path), with a smaller optim.lr."
+                "runs come back to their best. To go back, end it (monitor.stop_in_phase=4 does so) and "
+                "start a new one from a checkpoint of before (model.path), with a smaller optim.lr."
             )
         if phase in (FLATTENING, SPIRAL):
             return (
