@@ -38,6 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     except RetrieverError as error:
         tell(f"the search failed: {error} (answers so far are kept; the same command continues from there)")
         return 3
+    except KeyboardInterrupt:
+        tell("stopped; answers so far are kept, and the same command continues from there")
+        return 130
     except ValueError as error:
         tell(str(error))
         return 2

@@ -156,7 +156,7 @@ def read_options(args: argparse.Namespace) -> Config:
         )
     if (args.config is None) == (args.replay is None) or (args.replay and args.resume is not None):
         raise ValueError("give either --config CONFIG, or --resume RUN, or --replay BOX alone")
-    if args.config:
+    if args.config is not None:
         return settings.load(args.config, args.overrides)
     from lld.running import crashbox
 

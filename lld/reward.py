@@ -146,9 +146,10 @@ def own_reward(path: str) -> Callable[..., float]:
     try:
         function = getattr(importlib.import_module(module), name)
         parameters = inspect.signature(function).parameters.values()
-    except (ImportError, AttributeError, TypeError) as error:
+    except (Exception, SystemExit) as error:  # whatever a module of somebody else's does
         raise ValueError(
-            f"reward.kind = {path!r} cannot be imported ({error}): is its folder in PYTHONPATH?"
+            f"reward.kind = {path!r} cannot be imported ({type(error).__name__}: {error}): is its folder in "
+            "PYTHONPATH?"
         ) from error
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import difflib
 import math
+import os
 import re
 import types
 import typing
@@ -140,12 +141,14 @@ def _convert(value, kind, where: str):
             number = float(value)
         except ValueError:
             number = None
+        except OverflowError:  # a whole number of hundreds of digits
+            number = math.inf
         if number is not None and not math.isfinite(number):
             raise ValueError(f"{where} = {value!r}: must be a finite number")
         if number is not None:
             return number
     elif kind in (int, bool, str) and type(value) is kind:
-        return value
+        return os.path.expanduser(value) if kind is str and value.startswith("~/") else value
     name = getattr(kind, "__name__", str(kind)) if origin is None else str(kind)
     raise ValueError(f"{where} = {value!r}: must be {name}, not {type(value).__name__}")
 
@@ -160,7 +163,9 @@ def _over(tree: dict, upper: dict) -> dict:
     """`tree` with the options of `upper` in place of its own; neither is changed."""
     merged = copy.deepcopy(tree)
     for section, options in upper.items():
-        merged[section] = (merged.get(section) or {}) | copy.deepcopy(options)
+        below = merged.get(section) or {}
+        if isinstance(below, dict):  # else it is refused when the options are checked
+            merged[section] = below | copy.deepcopy(options or {})
     return merged
 
 
@@ -310,6 +315,8 @@ def with_overrides(tree: dict, overrides: list[str]) -> Config:
             given = parse_yaml(value)
         except ValueError as error:
             raise ValueError(f"override {override!r}: {value!r} is not a YAML value ({error})") from None
+        if isinstance(given, str) and " #" in value and value.lstrip()[0] not in "\"'":
+            given = value.strip()  # no comment here: a path may hold such a sign
         if name == "loss.preset":
             tree = _over(tree, _preset(given))
         if tree.get(section) is None:

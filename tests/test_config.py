@@ -564,3 +564,22 @@ def test_a_tokenizer_of_another_model_and_a_short_context_are_refused(lm, tokeni
 
     with pytest.raises(ValueError, match="they are not of the same model"):
         check_fit(make_lm(tokenizer, vocab_size=50), tokenizer, 100)
+
+
+def test_a_path_keeps_a_sharp_sign_and_a_tilde_is_the_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    cfg = settings.with_overrides({}, ["run.dir=runs/try #2", "data.train=~/train.jsonl"])
+    assert (cfg.run.dir, cfg.data.train) == ("runs/try #2", "/home/ada/train.jsonl")
+    assert settings.with_overrides({}, ["run.steps=7 # of them"]).run.steps == 7
+
+
+@pytest.mark.parametrize(
+    "tree, overrides, message",
+    [
+        ({}, ["optim.lr=1" + "0" * 400], "optim.lr = 1000.*must be a finite number"),
+        ({"loss": 5}, ["loss.preset=gspo"], "loss"),
+    ],
+)
+def test_numbers_and_shapes_beyond_all_bounds_are_refused(tree, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        settings.with_overrides(tree, overrides)

@@ -141,6 +141,12 @@ def test_a_folder_gives_the_file_of_the_split_and_test_falls_back_to_dev_then_tr
     assert ids("test") == ["nq/train_0"]
     with pytest.raises(ValueError, match="nq has no split 'dev', only train: name one of these"):
         ids("dev")
+    (tmp_path / "nq" / "train.parquet").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"nq holds train\.\w+ and train\.\w+: give the file itself"):
+        ids("train")
+    write_jsonl(tmp_path / "list.jsonl", flashrag("a") | {"data_source": ["nq"]})
+    with pytest.raises(ValueError, match=r"data_source = \['nq'\] must be a text"):
+        load_questions(str(tmp_path / "list.jsonl"))
 
 
 def test_sources_keeps_only_those_named(tmp_path):

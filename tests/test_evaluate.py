@@ -580,6 +580,8 @@ def test_folder_of_another_checkpoint_or_configuration_is_refused(world, whole, 
     )
     assert run_eval(world, whole, "eval.max_turns=2") == 2
     assert "eval max_turns = '4', now it is '2'" in capsys.readouterr().err
+    assert run_eval(world, whole, "retriever.fail_share=0.5") == 2
+    assert "retriever fail_share = '0.0', now it is '0.5'" in capsys.readouterr().err
     assert run_eval(world, whole, f"eval.benchmarks.nq={world / 'hotpotqa.jsonl'}") == 2
     assert "benchmarks nq" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in whole.iterdir()} == before

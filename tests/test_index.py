@@ -388,6 +388,12 @@ def test_a_second_builder_of_one_folder_is_refused_and_harms_nothing(folder, mon
     assert len(calls) == 14 and files(folder / "twice") == files(folder / "whole")
 
 
+def test_a_folder_may_be_named_with_a_slash_at_its_end(folder):
+    options = {"shard_rows": 50, "batch_size": 8}
+    build_index(f"{folder}/corpus.jsonl", f"{folder}/slash/", f"{folder}/tiny-e5", "flat", **options)
+    assert files(folder / "slash") == files(folder / "whole")
+
+
 def test_a_builder_that_comes_when_another_has_just_finished_makes_nothing(folder, tmp_path):
     final, partial = tmp_path / "done", tmp_path / "done.partial"
     final.mkdir()

@@ -376,6 +376,8 @@ def test_the_command_plays_prints_and_writes(tmp_path, monkeypatch, capsys):
         "first and last, the cases between"
     )
     assert closed_form.main([*command, *settings, "--questions", "0"]) == 2
+    for wrong in (["--lr", "inf"], ["--lr", "nan"], ["--lr", "0"], ["--checks", "-1"]):
+        assert closed_form.main([*command, *settings, *wrong]) == 2, wrong
     assert closed_form.main([*command, "--run.steps", "3"]) == 2 and "run.steps=3" in capsys.readouterr().err
     assert closed_form.main(["--ckpt", str(tmp_path), "--config", str(tmp_path / "empty.yaml")]) == 2
     assert f"did you mean {tmp_path / 'policy'}?" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Rewards: Search-R1's numbers for what the model wrote, and nothing for what it did not write."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -276,13 +277,22 @@ def test_a_reward_of_ones_own_gets_what_it_asks_for_by_name(mine):
         ("forgets_none", "fails for the answer None \\(TypeError: .*it must score every answer, and None"),
         ("gives_text", "returns '1.0' for .*: it must be a finite number"),
         ("gives_nan", "returns nan for .*: it must be a finite number"),
-        ("constant", "cannot be imported \\(3 is not a callable"),
-        ("none", "cannot be imported \\(module .* has no attribute 'none'\\): is its folder in PYTHONPATH"),
+        ("constant", "cannot be imported \\(TypeError: 3 is not a callable"),
+        ("none", "cannot be imported \\(AttributeError: module .* no attribute 'none'\\): is its folder in"),
     ],
 )
 def test_a_function_that_is_no_reward_is_refused_before_the_run(mine, name, message):
     with pytest.raises(ValueError, match=f"{mine}:{name}.* {message}"):
         check_own_reward(Reward(kind=f"{mine}:{name}"))
+
+
+@pytest.mark.parametrize("text", ["import sys; sys.exit()", "def f(:", "unknown_name"])
+def test_a_module_that_ends_or_fails_where_it_is_imported_is_refused(tmp_path, monkeypatch, text):
+    (tmp_path / "ends_here.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "ends_here", raising=False)
+    with pytest.raises(ValueError, match=r"ends_here:f' cannot be imported \((SystemE|SyntaxE|NameE)"):
+        check_own_reward(Reward(kind="ends_here:f"))
 
 
 def test_a_module_that_is_not_there_and_a_path_of_the_wrong_form_are_refused():

@@ -256,6 +256,12 @@ def test_the_lock_goes_with_a_killed_process(tmp_path):
     lock.take(tmp_path).release()
 
 
+def test_a_lock_that_cannot_be_made_is_no_endless_loop(tmp_path):
+    (tmp_path / ".lock").symlink_to(tmp_path / "nowhere" / "lock")
+    with pytest.raises(FileNotFoundError):
+        lock.take(tmp_path)
+
+
 PARENT = """
 import subprocess, sys
 child = "from lld.running import lock; import os; print(lock.launcher() == os.getppid())"

@@ -179,6 +179,10 @@ def test_a_folder_that_holds_a_run_is_refused(folder, capsys):
         r"run.dir = .*whole already holds a run: continue it with --resume .*whole, or choose another",
         message,
     )
+    (folder / "headless").mkdir()
+    (folder / "headless" / "metrics.jsonl").write_text("")
+    message = refused(capsys, folder / "whole.yaml", f"run.dir={folder}/headless")
+    assert "headless holds metrics.jsonl of a run whose config.yaml is gone: restore that file" in message
 
 
 def test_a_resumed_run_keeps_its_options(folder, capsys):

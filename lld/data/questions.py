@@ -100,8 +100,12 @@ def _first_known(splits: Sequence[str], known: Sequence[str], where: str) -> str
 
 
 def _file_of_split(folder: Path, splits: Sequence[str]) -> Path:
-    files = {path.stem: path for suffix in READERS for path in sorted(folder.glob(f"*{suffix}"))}
-    return files[_first_known(splits, list(files), str(folder))]
+    files = [path for suffix in READERS for path in sorted(folder.glob(f"*{suffix}"))]
+    split = _first_known(splits, [path.stem for path in files], str(folder))
+    found = [path for path in files if path.stem == split]
+    if len(found) > 1:
+        raise ValueError(f"{folder} holds {found[0].name} and {found[1].name}: give the file itself")
+    return found[0]
 
 
 def _field(row: dict, *keys: str):
@@ -159,6 +163,8 @@ def _question_text(row: dict, place: str) -> str:
 def question_of_row(row: dict, place: str, default_source: str) -> Question:
     """The question of one row; ValueError names `place`, the value and the remedy."""
     source = row.get("data_source") or default_source
+    if not isinstance(source, str):
+        raise ValueError(f"{place}: data_source = {source!r} must be a text, such as 'nq'")
     name = row.get("id")
     if name is None and (index := _field(row, "extra_info", "index")) is not None:
         split = _field(row, "extra_info", "split")

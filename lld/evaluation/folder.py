@@ -43,6 +43,8 @@ OPTIONS = (
     "retriever.rerank",
     "retriever.oracle_questions",
     "retriever.topk",
+    "retriever.fail_share",
+    "retriever.replay",
     "eval.max_turns",
     "eval.temperature",
     "eval.top_p",

@@ -20,6 +20,7 @@ import argparse
 import copy
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -417,6 +418,10 @@ def load_options(args: argparse.Namespace) -> Config:
         checkpoint.check(args.ckpt)
     if args.questions < 1:
         raise ValueError(f"--questions {args.questions}: must be 1 or more")
+    if args.checks < 0:
+        raise ValueError(f"--checks {args.checks}: must be 0 or more")
+    if args.lr is not None and not 0 < args.lr < math.inf:
+        raise ValueError(f"--lr {args.lr}: must be a finite number above 0")
     if asked("FSDP"):
         raise ValueError(
             "lld.influence analyses a whole model in one process: start it without an FSDP configuration "

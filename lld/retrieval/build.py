@@ -181,7 +181,7 @@ def build_index(
     """
     state = PartialState(cpu=not torch.cuda.is_available(), timeout=WAIT)
     final = Path(out)
-    folder = final if final.exists() else Path(f"{out}.partial")
+    folder = final if final.exists() else Path(f"{final}.partial")  # `out` may end in a slash
     # Rank 0 writes the Arrow file, then the others open it.
     with state.main_process_first():
         corpus = Corpus(corpus_path)

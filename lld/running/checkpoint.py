@@ -320,10 +320,16 @@ def check_run_dir(run_dir: Path, cfg: config.Config, resume: bool) -> None:
     """Raises ValueError if a new run would overwrite an old one, or a resumed run has different options."""
     log = run_dir / "config.yaml"
     if not resume:
+        left = next((name for name in ("metrics.jsonl", "checkpoints") if (run_dir / name).exists()), None)
         if log.exists():
             raise ValueError(
                 f"run.dir = {run_dir} already holds a run: continue it with --resume {run_dir}, or choose "
                 "another run.dir, or delete the folder"
+            )
+        if left:
+            raise ValueError(
+                f"run.dir = {run_dir} holds {left} of a run whose config.yaml is gone: restore that file, or "
+                "choose another run.dir, or delete the folder"
             )
         return
     if not log.exists():

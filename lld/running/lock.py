@@ -9,6 +9,7 @@ Imported before torch, so it uses only the standard library.
 
 import errno
 import fcntl
+import itertools
 import json
 import os
 import socket
@@ -74,7 +75,7 @@ def take(run_dir: Path, rank: int = 0) -> Lock:
         made=[] if rank else [path for path in (run_dir, *run_dir.absolute().parents) if not path.exists()],
     )
     path = run_dir / ".lock"
-    while True:
+    for attempt in itertools.count():
         try:
             if rank == 0:
                 run_dir.mkdir(parents=True, exist_ok=True)
@@ -89,6 +90,8 @@ def take(run_dir: Path, rank: int = 0) -> Lock:
             if rank:
                 # This machine does not see the folder, so it writes nothing there.
                 return lock
+            if attempt > 100:  # nobody else removes it again and again: it cannot be made
+                raise
         except OSError as error:
             if lock.file is None:
                 raise

@@ -146,6 +146,11 @@ def open_folder(
     if box is None and not resume:
         return None
     resumed = checkpoint.latest(box or run_dir)
+    if resumed is None and resume and (rows := runs.read_rows(run_dir / "metrics.jsonl")):
+        accelerator.print(
+            f"--resume: {run_dir} holds no checkpoint: starts again from step 0, and its {len(rows)} logged "
+            "steps are played again"
+        )
     if resumed is not None:
         checkpoint.check(resumed)
     if resumed is not None and resume:
