@@ -275,6 +275,8 @@ def read_yaml(path: str | Path) -> dict:
         tree = parse_yaml(Path(path).read_text(encoding="utf-8")) or {}
     except ValueError as error:  # UnicodeDecodeError is one
         raise ValueError(f"{path} is not valid YAML: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; mend its permissions") from None
     if not isinstance(tree, dict):
         raise ValueError(f"{path} must hold sections such as 'loss:', not {type(tree).__name__}")
     return tree

@@ -583,3 +583,15 @@ def test_a_path_keeps_a_sharp_sign_and_a_tilde_is_the_home(monkeypatch):
 def test_numbers_and_shapes_beyond_all_bounds_are_refused(tree, overrides, message):
     with pytest.raises(ValueError, match=message):
         settings.with_overrides(tree, overrides)
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "mine.yaml"
+    path.touch()
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(ValueError, match="mine.yaml cannot be read: Permission denied; mend its permissions"):
+        settings.read_yaml(path)

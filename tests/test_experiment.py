@@ -365,6 +365,9 @@ def test_a_damaged_record_is_named(tmp_path):
     path.write_text("world,arm,rate,seed,steps,fingerprint,em_end\neasy,grpo,1e-4,0,10,ab,much\n")
     with pytest.raises(ValueError, match="em_end = 'much' is no number"):
         outcomes.read_record(path)
+    path.write_bytes("world,arm".encode("utf-16"))
+    with pytest.raises(ValueError, match=r"runs.csv is damaged \(.*decode byte.*\): restore it"):
+        outcomes.read_record(path)
 
 
 def test_a_failed_run_shows_its_log_and_does_not_stop_the_others(tmp_path, capsys, fake_train):

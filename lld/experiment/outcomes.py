@@ -208,8 +208,11 @@ def read_record(path: Path) -> list[dict]:
     """The rows of a record, [] if there is none; numbers as floats, empty fields as None."""
     if not path.is_file():
         return []
-    with files.naming(path), open(path, newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    try:
+        with files.naming(path), open(path, newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} is damaged ({error}): restore it") from None
     places: dict[str, int] = {}
     for number, row in enumerate(rows, start=2):
         missing = [name for name in (*ABOUT, "fingerprint") if not row.get(name)]
