@@ -479,7 +479,7 @@ def test_the_fit_finds_a_law_in_spite_of_runs_that_were_cut_off():
     assert 3 <= seen.count(False) <= 5
     fit = intervals.survival_fit(factors, [min(onset, 200) for onset in onsets], seen)
     for value, half, truth in zip(fit.coefficients, fit.halves, (math.log(40), -1, -1), strict=True):
-        assert abs(value - truth) < half < 0.55
+        assert abs(value - truth) < half < (0.5 if truth < 0 else 0.55)  # the intercept's is wider
     # Without the runs that were cut off the law is flatter, and none is found in too few onsets
     kept = [index for index, happened in enumerate(seen) if happened]
     naive = intervals.survival_fit([factors[i] for i in kept], [onsets[i] for i in kept], [True] * len(kept))
