@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         if error.errno not in files.DISK_ERRORS:
             raise
         tell(
-            f"{error.filename or out} cannot be written: {error.strerror}; make room or choose another "
+            f"{error.filename or out}: {error.strerror}; make room, mend the permissions or choose another "
             "--out, then the same command continues with the answers kept so far"
         )
         return 7

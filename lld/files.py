@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from contextlib import contextmanager
 from pathlib import Path
 
-DISK_ERRORS = tuple(
-    getattr(errno, name)
-    for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "EIO", "ENOTDIR", "ESTALE")
-)
+DISK_ERRORS = {  # of the disk, or of a path that cannot be used; all others are bugs
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO),
+    *(errno.ESTALE, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
+}
 
 
 class WriteError(RuntimeError):

@@ -144,6 +144,12 @@ def test_questions_from_a_pipe_give_a_json_line_each(world, capsys, monkeypatch)
     assert [record["num_searches"] for record in records] == [1, 0] and records[1]["sources"] == []
 
 
+def test_questions_that_are_not_utf8_are_named(world, capsys, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"kind \xff\n"), encoding="utf-8"))
+    assert ask(world, "--json") == 2
+    assert "the questions are not UTF-8 (" in capsys.readouterr().err
+
+
 def test_a_failing_search_and_too_long_a_question_are_told(world, capsys, monkeypatch):  # noqa: F811
     agent = make_agent(world)
 

@@ -358,6 +358,9 @@ def test_check_reads_good_files_as_a_run_would(tmp_path, capsys):
         0,
         f"{where}: 1 questions can be used, 0 rows cannot; sources: 'nq' (1)\n",
     )
+    where = write_jsonl(tmp_path / "q.jsonl", flashrag(golden_answers=["The", "Emma"]), flashrag("8"))
+    code, told = check(where, capsys)
+    assert code == 0 and "; 1 with a gold answer that an empty one matches" in told
     passages = [{"id": str(n), "contents": f'"Title {n}"\ntext'} for n in range(3)]
     write_jsonl(tmp_path / "c.jsonl", *passages)
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress((tmp_path / "c.jsonl").read_bytes()))

@@ -718,11 +718,20 @@ def test_a_full_disk_ends_with_one_line_and_the_same_command_goes_on(
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("eval.py:")]
     assert (
         len(error) == 1
-        and "cannot be written: File too large; make room" in error[0]
+        and "File too large; make room, mend the permissions or choose another --out" in error[0]
         and str(tmp_path / "out") in error[0]
     )
     assert what == "settings.json" or what in error[0]
     assert run_eval(world, tmp_path / "out") == 0 and read(tmp_path / "out")[1] == read(whole)[1]
+
+
+def test_an_out_that_can_be_no_folder_is_named(world, tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    for name, why in {"file": "File exists", "file/x": "Not a directory", "x" * 300: "name too long"}.items():
+        assert run_eval(world, tmp_path / name) == 7
+        told = capsys.readouterr().err
+        assert str(tmp_path / name) in told and why in told and "choose another --out" in told
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_without_a_config_the_runs_own_options_are_used(world, whole, tmp_path, capsys):

@@ -203,6 +203,8 @@ def test_every_path_inside_the_tiny_world_moves_to_the_world_of_the_run():
         ({"pairs": [["grpo", "ppo"]]}, "pairs names 'ppo', which is not among the arms"),
         ({"pairs": ["grpo"]}, "must be a list of [arm, arm it is compared with]"),
         ({"law": "grpo"}, "law = 'grpo': must be a list of arms"),
+        ({"law": [["grpo"]]}, "law names ['grpo'], which is not among the arms"),
+        ({"grids": [{"arms": [{"grpo": 1}]}]}, "grids[0]: arms names {'grpo': 1}"),
     ],
 )
 def test_mistakes_are_refused_with_their_place_before_anything_runs(

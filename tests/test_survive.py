@@ -274,7 +274,7 @@ def test_only_a_launcher_is_a_parent_to_follow(tmp_path):
     for name, follows in (("torchrun", True), ("accelerate", True), ("sweep.py", False)):
         (tmp_path / name).write_text(PARENT)
         done = subprocess.run(
-            [sys.executable, str(tmp_path / name)],
+            [sys.executable, str(tmp_path / name), b"\xff"],  # no UTF-8
             capture_output=True,
             text=True,
             cwd=ROOT,
@@ -969,13 +969,18 @@ def test_run_json_keeps_every_session_and_other_code_is_told(own_world, folder, 
         f"resumed with other torch {torch.__version__} -> 9.9, code {code['code']} -> other: from step 3 on"
         in capsys.readouterr().err
     )
-    told = json.loads((folder / "own" / "run.json").read_text())
+    about = folder / "own" / "run.json"
+    told = json.loads(about.read_text())
     assert (
         [session["first_step"] for session in told["sessions"]] == [0, 2, 3]
         and told["torch"] == first["torch"]
         and told["inputs"] == first["inputs"]
     )
     assert told["sessions"][2]["changed"] == {"run.steps": [3, 4], "monitor.trajectories_every": [10, 3]}
+    for damage in ({"inputs": []}, {"sessions": {}}, {"sessions": [1]}):
+        about.write_text(json.dumps(told | damage))
+        assert train.main(["--config", str(path), "--resume", "run.steps=5"]) == 2
+        assert 'run.json is damaged ("inputs" or "sessions"): restore it' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

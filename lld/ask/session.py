@@ -115,7 +115,10 @@ def converse(agent: "Agent", screen: Screen, as_json: bool) -> int:
 
 def read_questions(at_terminal: bool) -> Iterator[str]:
     if not at_terminal:
-        yield from filter(None, map(str.strip, sys.stdin))
+        try:
+            yield from filter(None, map(str.strip, sys.stdin))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"the questions are not UTF-8 ({error}): convert them with iconv") from None
         return
     while True:
         try:

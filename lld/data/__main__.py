@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        print(f"error: {error}: make room there; the same command goes on from here", file=sys.stderr)
+        print(f"error: {error}: make room or choose another --to; the same command goes on", file=sys.stderr)
         return 7
     except KeyboardInterrupt:
         print("stopped: the same command goes on from here", file=sys.stderr)

@@ -21,6 +21,7 @@ from lld.data.questions import (
     row_of_line,
     source_of_file,
 )
+from lld.reward import normalize_answer
 
 MOST_PROBLEMS = 10  # that are listed
 ROWS = {
@@ -92,7 +93,7 @@ def kind_of(path: Path) -> str:
 
 
 def check_questions(rows: Iterator[tuple[str, str | dict]], path: Path) -> Report:
-    report, places, sources = Report("questions"), {}, Counter()
+    report, places, sources, wordless = Report("questions"), {}, Counter(), 0
     for place, row in rows:
         try:
             row = row_of_line(row, place) if isinstance(row, str) else row
@@ -104,9 +105,12 @@ def check_questions(rows: Iterator[tuple[str, str | dict]], path: Path) -> Repor
             continue
         places[question.id] = place
         sources[question.source] += 1
+        wordless += not all(map(normalize_answer, question.golden_answers))
         report.good += 1
     names = [f"{name!r} ({count})" for name, count in sources.most_common(10)]
     report.facts = f"sources: {', '.join(names) or 'none'}" + (", …" if len(sources) > 10 else "")
+    if wordless:
+        report.facts += f'; {wordless} with a gold answer that an empty one matches, such as "The" or "?"'
     return report
 
 

@@ -209,7 +209,7 @@ def _check_block(block: dict, worlds: dict, arms: dict, where: str) -> None:
             raise ValueError(f"{where}: {name} = {block.get(name)!r}: must be a list of at least one")
     for kind, known in (("worlds", worlds), ("arms", arms)):
         for name in block[kind]:
-            if name not in known:
+            if not isinstance(name, str) or name not in known:
                 raise ValueError(
                     f"{where}: {kind} names {name!r}, which is not there (known: {', '.join(known)})"
                 )
@@ -313,7 +313,7 @@ def _check_arms(tree: dict, name: str, arms: dict, default: list, path: str | Pa
     if not isinstance(given, list):
         raise ValueError(f"{path}: {name} = {given!r}: must be a list of arms")
     for arm in given:
-        if arm not in arms:
+        if not isinstance(arm, str) or arm not in arms:
             raise ValueError(f"{path}: {name} names {arm!r}, which is not among the arms ({', '.join(arms)})")
     return tuple(given)
 

@@ -574,7 +574,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in files.DISK_ERRORS:
             raise
-        print(f"lld.influence: {printable(error)}: make room, or choose another --out", file=sys.stderr)
+        print(f"lld.influence: {printable(error)}: make room or choose another --out", file=sys.stderr)
         return 7
     print(f"\nwritten to {out} and {out.with_suffix('.png')}")
     return 0

@@ -224,7 +224,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Writes the page and the figure; returns the exit code.
 
-    0; 2 for an error of the user; 7 if a file cannot be written (full disk, permissions).
+    0; 2 for an error of the user; 7 if a file cannot be written (full disk, permissions); 130 for Ctrl-C.
     """
     args = make_parser().parse_intermixed_args(argv)
     folder = args.to or args.runs[0]
@@ -238,6 +238,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"written to {page} and {figure}")
         else:
             print(f"written to {page} (no figure.png: it holds at most {len(COLORS)} runs)")
+    except KeyboardInterrupt:
+        return 130
     except ValueError as error:
         print(f"lld.report: {printable(error)}", file=sys.stderr)
         return 2

@@ -127,8 +127,8 @@ def disk_code(error: OSError | files.WriteError, run_dir: Path | None) -> int | 
         return None
     if run_dir is None:  # during setup, e.g. the tiny world's folder
         tell(
-            f"{error}. Nothing was trained: make room or mend the folder's permissions, and give the same "
-            "command again."
+            f"{error}. Nothing was trained: make room, mend the permissions or name another folder, and give "
+            "the command again."
         )
     else:
         tell(f"{error}. {after_disk(run_dir, gone)}")

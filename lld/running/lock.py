@@ -154,7 +154,7 @@ def launcher() -> int | None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return parent
     try:
-        words = Path(f"/proc/{parent}/cmdline").read_text().split("\0")
+        words = Path(f"/proc/{parent}/cmdline").read_text(errors="replace").split("\0")
     except OSError:  # no /proc: not Linux
         return None
     return parent if LAUNCHERS & {Path(word).name for word in words[:4]} else None

@@ -121,7 +121,11 @@ def of_code() -> dict[str, str]:
 def read(run_dir: Path) -> dict:
     path = run_dir / "run.json"
     remedy = "restore it, or delete it, and the run goes on without a check of its input"
-    return runs.parse_json(path.read_bytes(), str(path), remedy) if path.is_file() else {}
+    about = runs.parse_json(path.read_bytes(), str(path), remedy) if path.is_file() else {}
+    inputs, sessions = about.get("inputs", {}), about.get("sessions", [])
+    if not isinstance(inputs, dict) or not isinstance(sessions, list) or {*map(type, sessions)} - {dict}:
+        raise ValueError(f'{path} is damaged ("inputs" or "sessions"): {remedy}')
+    return about
 
 
 def check_input(run_dir: Path, now: dict[str, str], reads_start: bool) -> None:

@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        return tell(f"{error.filename} cannot be written: {error.strerror}; choose another --out", 7)
+        return tell(f"{error.filename}: {error.strerror}; mend its permissions or choose another --out", 7)
     return 0
 
 
