@@ -1,4 +1,4 @@
-"""Rewards -> advantages, most of them relative to the group; docs/stabilisers.md lists them."""
+"""Rewards -> advantages, most of them relative to the group; docs/losses.md lists them."""
 
 import torch
 
@@ -41,13 +41,14 @@ def normalized(rewards_PG: torch.Tensor, strata_PG: torch.Tensor, cfg: Advantage
 
     Paper, Sec. 3, with Search-R1's estimator and epsilon; Dr. GRPO is arXiv 2503.20783.
     """
+    return standardized(rewards_PG) if cfg.normalize_std else deviations(rewards_PG)
+
+
+def standardized(rewards_PG: torch.Tensor) -> torch.Tensor:
+    """(P, G) of (r - mean) / (std + 1e-6) of each group, with the unbiased std."""
     deviations_PG = deviations(rewards_PG)
-    return deviations_PG / (unbiased_std(deviations_PG) + EPS) if cfg.normalize_std else deviations_PG
-
-
-def unbiased_std(deviations_PG: torch.Tensor) -> torch.Tensor:
-    """(P, 1) standard deviations of groups, from their deviations."""
-    return (deviations_PG.square().sum(dim=1, keepdim=True) / (deviations_PG.shape[1] - 1)).sqrt()
+    std_P1 = (deviations_PG.square().sum(dim=1, keepdim=True) / (rewards_PG.shape[1] - 1)).sqrt()
+    return deviations_PG / (std_P1 + EPS)
 
 
 def leave_one_out(rewards_PG: torch.Tensor, strata_PG: torch.Tensor, cfg: Advantage) -> torch.Tensor:
@@ -83,11 +84,8 @@ def stratified(rewards_PG: torch.Tensor, strata_PG: torch.Tensor, cfg: Advantage
         for stratum in strata_G.unique():
             inside_G = strata_G == stratum
             if inside_G.sum() > 1:
-                deviations_1K = deviations(rewards_G[None, inside_G])
-                advantages_PG[group, inside_G] = (deviations_1K / (unbiased_std(deviations_1K) + EPS))[0]
-    deviations_PG = deviations(rewards_PG)
-    whole_PG = deviations_PG / (unbiased_std(deviations_PG) + EPS)
-    return cfg.stratum_weight * advantages_PG + (1 - cfg.stratum_weight) * whole_PG
+                advantages_PG[group, inside_G] = standardized(rewards_G[None, inside_G])[0]
+    return cfg.stratum_weight * advantages_PG + (1 - cfg.stratum_weight) * standardized(rewards_PG)
 
 
 # The values of advantage.kind: (P, G) rewards, (P, G) numbers of searches, and the options -> (P, G)

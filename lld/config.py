@@ -55,7 +55,7 @@ class Run:
     trackers: tuple[str, ...] = ()
     # Their project; of TensorBoard the folder in run.dir
     tracker_project: str = "lld"
-    # Of Weights & Biases: the run's name (null: run.dir's last part), its group and its tags
+    # Of Weights & Biases: the run's name; null: run.dir's last part
     tracker_name: str | None = None
     tracker_group: str | None = None  # of the run, where the tracker has groups
     tracker_tags: tuple[str, ...] = ()  # of the run, where the tracker has tags
@@ -130,8 +130,8 @@ class Rollout:
 class Reward:
     # A name, or package.module:function for a reward of one's own (lld/reward.py, `own_reward`)
     kind: Literal[keys_of("reward", "ANSWER_SCORES") + ("format",)] | str = "em"
-    # Kind "format", values of Search-R1 v0.3: of a wrong answer in valid format, and what a right one in
-    # invalid format lacks
+    # Kind "format" (values of Search-R1 v0.3): the reward of a wrong answer in valid format, and what a right
+    # one in invalid format loses
     structure_format_score: float = 0.2
     final_format_score: float = 0.1  # kind "format": a wrong answer in invalid format
     # Kind "format": added in valid format, where a passage holds a gold answer
@@ -158,9 +158,10 @@ class Loss:
     # A published method: options of configs/presets/NAME.yaml, which those of the config file replace; given
     # on the command line, the preset replaces the file's
     preset: Literal[("none", *sorted(path.stem for path in PRESETS.glob("*.yaml")))] = "none"
-    # Rule for ratio and clip; docs/stabilisers.md lists these and the rules below
+    # Rule for ratio and clip; docs/losses.md lists these and the rules below
     kind: Literal[keys_of("loss", "SURROGATES")] = "grpo"
-    # Eq. 1 | official code | Dr. GRPO
+    # How terms become the loss: mean of the responses' means (Eq. 1) | mean over all tokens (official code) |
+    # sums / constant_tokens (Dr. GRPO)
     aggregation: Literal[keys_of("weights", "AGGREGATIONS")] = "sequence_mean"
     # Tokens by which aggregation constant divides the sum of a response
     constant_tokens: float = 500.0
@@ -192,9 +193,9 @@ class Loss:
     # Weights of the policy terms for a sampler other than the trainer: the ratios pi_old / sampler of a token
     # or of a response, truncated (tis) or masked (mis)
     correction: Literal[("none",) + keys_of("weights", "CORRECTIONS")] = "none"
-    # Ratios above are cut to it (tis) or masked (mis)
+    # Larger ratios are cut to it (tis) or get weight 0 (mis)
     correction_cap: float = 2.0
-    # Ratios below are raised to it (tis) or masked (mis)
+    # Smaller ratios are raised to it (tis) or get weight 0 (mis)
     correction_floor: float = 0.0
     lld_weight: float = 0.2  # lambda; 0 is plain GRPO
     # Where LLDS acts: at tokens, actions or responses whose log-likelihood has fallen
@@ -203,7 +204,7 @@ class Loss:
     lld_preserve: Literal["nonnegative", "positive"] = "nonnegative"
     # Fall in log-likelihood that LLDS ignores, in nats a token; bf16 rounding alone causes .001
     lld_tolerance: float = 0.0
-    # Paper | official code
+    # What LLDS is divided by: the tokens of preserved rows (paper) | all trained tokens (official code)
     lld_normalizer: Literal["preserved", "all"] = "preserved"
     # How beta, the weight on answer tokens, is computed
     lld_answer_schedule: Literal["constant", "paper", "code"] = "constant"

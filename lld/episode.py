@@ -124,12 +124,11 @@ class Batch:
 
     def rows(self, rows: list[int], device=None) -> "Batch":
         """The given rows, cut to the longest of them, on `device`."""
-        length = int(self.lengths_B[rows].max())
-        kept = ()
+        length, kept_ids_K = int(self.lengths_B[rows].max()), None
         if self.kept is not None:
             ids = self.kept_ids_K.split(self.kept_counts_BT.sum(1).tolist())
-            counts_RT = self.kept_counts_BT[rows, :length]
-            kept = (torch.cat([ids[row] for row in rows]).to(device), counts_RT.to(device))
+            kept_ids_K = torch.cat([ids[row] for row in rows]).to(device)
+
         return Batch(
             self.token_ids_BT[rows, :length].to(device),
             self.action_ids_BT[rows, :length].to(device),
@@ -138,7 +137,8 @@ class Batch:
             self.advantages_B[rows].to(device),
             self.lengths_B[rows].to(device),
             tuple(self.names[row] for row in rows),
-            *(kept or (None, None)),
+            kept_ids_K,
+            None if kept_ids_K is None else self.kept_counts_BT[rows, :length].to(device),
             None if self.trained_B is None else self.trained_B[rows].to(device),
             {name: table_BT[rows, :length].to(device) for name, table_BT in self.chosen.items()},
         )
@@ -160,18 +160,18 @@ def collate(
     part_ids_BT = torch.zeros(B, T, dtype=torch.long)
     sampled_logprobs_BT = torch.zeros(B, T)
     lengths_B = torch.zeros(B, dtype=torch.long)
-    kept = ()
+    kept_ids_K = kept_counts_BT = None
     if all(episode.kept_counts for episode in episodes):
-        ids = [torch.frombuffer(episode.kept_ids, dtype=torch.int32) for episode in episodes]
-        kept = (torch.cat(ids), torch.zeros(B, T, dtype=torch.int32))
+        kept_ids_K = torch.cat([torch.frombuffer(e.kept_ids, dtype=torch.int32) for e in episodes])
+        kept_counts_BT = torch.zeros(B, T, dtype=torch.int32)
     for row, episode in enumerate(episodes):
         start = len(episode.prompt_ids)
         end = start + len(episode.token_ids)
         token_ids_BT[row, :end] = torch.tensor(episode.prompt_ids + episode.token_ids)
         action_ids_BT[row, start:end] = torch.tensor(episode.action_ids)
         sampled_logprobs_BT[row, start:end] = torch.tensor(episode.logprobs)
-        for counts_BT in kept[1:]:
-            counts_BT[row, start:end] = torch.tensor(episode.kept_counts)
+        if kept_counts_BT is not None:
+            kept_counts_BT[row, start:end] = torch.tensor(episode.kept_counts)
         part_ids_BT[row, start:end] = (action_ids_BT[row, start:end] > 0) * THINK
         for turn in episode.turns:
             if turn.kind != "invalid":
@@ -185,7 +185,8 @@ def collate(
         advantages_PG.flatten(),
         lengths_B,
         tuple(e.name for e in episodes),
-        *(kept or (None, None)),
+        kept_ids_K,
+        kept_counts_BT,
         trained_B,
     )
 

@@ -2,7 +2,7 @@
 
 Names: r = pi / pi_old of a token, A the advantage of its response, sg stops a gradient. Each method is one
 function with its formula and source, and one entry of a literal table, from which an option chooses it.
-Weights and means are in lld/weights.py, advantages in lld/advantages.py. docs/stabilisers.md lists
+Weights and means are in lld/weights.py, advantages in lld/advantages.py. docs/losses.md lists
 all methods. "Paper" is arXiv 2512.04220v2, "official code"
 vengdeng/LLDS-On-Group-Relative-Policy-Optimization-Collapse-in-Search-R1.
 """
@@ -231,22 +231,22 @@ PENALTIES = {
 # ---- LLDS
 
 
-def token_gate(delta_BT: torch.Tensor, action_ids_BT: torch.Tensor) -> torch.Tensor:
+def token_gate(fall_BT: torch.Tensor, action_ids_BT: torch.Tensor) -> torch.Tensor:
     """The token's own likelihood fell (Eq. 9)."""
-    return delta_BT > 0
+    return fall_BT > 0
 
 
-def action_gate(delta_BT: torch.Tensor, action_ids_BT: torch.Tensor) -> torch.Tensor:
+def action_gate(fall_BT: torch.Tensor, action_ids_BT: torch.Tensor) -> torch.Tensor:
     """The signed falls of the tokens of the token's action add up to more than zero (Eq. 4)."""
-    B, T = delta_BT.shape
+    B, T = fall_BT.shape
     # One column per action and one for id 0. T + 1 always suffice and need no max() on the host.
-    sums_BK = delta_BT.new_zeros(B, T + 1).scatter_add(1, action_ids_BT.long(), delta_BT)
+    sums_BK = fall_BT.new_zeros(B, T + 1).scatter_add(1, action_ids_BT.long(), fall_BT)
     return sums_BK.gather(1, action_ids_BT.long()) > 0
 
 
-def response_gate(delta_BT: torch.Tensor, action_ids_BT: torch.Tensor) -> torch.Tensor:
+def response_gate(fall_BT: torch.Tensor, action_ids_BT: torch.Tensor) -> torch.Tensor:
     """The signed falls of all tokens of the row add up to more than zero (Eq. 10)."""
-    return delta_BT.sum(dim=1, keepdim=True) > 0
+    return fall_BT.sum(dim=1, keepdim=True) > 0
 
 
 # The values of loss.lld_gate: falls in likelihood (0 on tokens the model did not write) and action ids ->
@@ -258,18 +258,18 @@ GATES = {
 }
 
 
-def lld_gate(delta_BT: torch.Tensor, action_ids_BT: torch.Tensor, gate: str) -> torch.Tensor:
-    """(B, T) bool: whether LLDS acts on a token, given the falls in likelihood delta = log pi_old - log pi.
+def lld_gate(fall_BT: torch.Tensor, action_ids_BT: torch.Tensor, gate: str) -> torch.Tensor:
+    """(B, T) bool: whether LLDS acts on a token, given the falls in likelihood log pi_old - log pi.
 
-    `action_ids_BT` is 0 for tokens the model did not write, whose delta may be anything, and k in 1..T for
+    `action_ids_BT` is 0 for tokens the model did not write, whose fall may be anything, and k in 1..T for
     those of the row's k-th action. No gradient flows through a gate. Raises ValueError for an unknown one.
     """
     if gate not in GATES:
         raise ValueError(f"LLDS gate {gate!r}: must be one of {', '.join(map(repr, GATES))}")
     written_BT = action_ids_BT > 0
     # In float64, so that a sum near 0 does not depend on the order of a GPU's atomic additions.
-    delta_BT = torch.where(written_BT, delta_BT.detach().double(), 0.0)
-    return written_BT & GATES[gate](delta_BT, action_ids_BT)
+    fall_BT = torch.where(written_BT, fall_BT.detach().double(), 0.0)
+    return written_BT & GATES[gate](fall_BT, action_ids_BT)
 
 
 def preserved_rows(advantages_B: torch.Tensor, preserve: str) -> torch.Tensor:
@@ -303,10 +303,10 @@ def lld_terms(
         advantages_B.shape == logprobs_BT.shape[:1]
         and action_ids_BT.shape == logprobs_BT.shape == old_logprobs_BT.shape
     )
-    delta_BT = old_logprobs_BT.detach() - logprobs_BT - tolerance
-    open_BT = lld_gate(delta_BT, action_ids_BT, gate) & preserved_rows(advantages_B, preserve)[:, None]
+    fall_BT = old_logprobs_BT.detach() - logprobs_BT - tolerance
+    open_BT = lld_gate(fall_BT, action_ids_BT, gate) & preserved_rows(advantages_B, preserve)[:, None]
     # relu, not maximum or clamp: at a tie, as for every token right after a rollout, its gradient is 0.
-    return torch.where(open_BT, torch.relu(delta_BT), 0.0)
+    return torch.where(open_BT, torch.relu(fall_BT), 0.0)
 
 
 def answer_weights(answer_mask_BT: torch.Tensor, beta: float) -> torch.Tensor:

@@ -68,7 +68,8 @@ def open_engine(
 def episode_seed(seed: int, step: int, question_id: str, sample: int) -> int:
     """The seed of one episode's own generator.
 
-    It does not depend on slots, on the order of episodes or on the number of processes.
+    It does not depend on slots, on the order of episodes or on the number of processes. Torch's generator
+    reads its low 32 bits.
     """
     digest = hashlib.blake2b(f"{seed}/{step}/{question_id}/{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
@@ -117,7 +118,8 @@ def rollout(
     decode, and the order of events depends on timing. Without it the loop waits for each call, and a seed
     reproduces every bit.
 
-    A search function with a `luck` (retrieval/luck.py) fails some of the episodes, by their seeds.
+    A search function with a `luck` (retrieval/luck.py) finds random passages for some of the episodes, chosen
+    by their seeds.
 
     A failed search is never shown to the model: its episodes end with `failure` set, and the RetrieverError
     is raised once more than `max_failed_groups` questions have such episodes. A query without results is

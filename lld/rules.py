@@ -22,6 +22,7 @@ POSITIVE = (
     "rollout.max_observation_tokens",
     "rollout.num_slots",
     "loss.constant_tokens",
+    "loss.lld_answer_searches",
     "loss.sapo_tau_positive",
     "loss.sapo_tau_negative",
     "optim.updates_per_rollout",
@@ -31,6 +32,7 @@ POSITIVE = (
     "retriever.topk",
     "retriever.timeout_s",
     "retriever.deadline_s",
+    "retriever.max_memory_gb",
     "eval.max_questions",
     "eval.max_turns",
     "eval.batch_size",
@@ -86,7 +88,7 @@ NOT_NEGATIVE = (
 CLIP_KINDS = ("grpo", "gspo", "dual_clip", "gmpo", "cispo")  # values of loss.kind that read the clip's bounds
 SHARES = ("high_entropy", "clip_cov", "kl_cov")  # rules of the loss whose number is a share of the tokens
 MAX_SEED = 2**32 - 1  # the largest seed of numpy's generator
-AT_MOST = {"run.seed": MAX_SEED, "tinyworld.seed": MAX_SEED, "run.watchdog_s": 1e7}
+AT_MOST = {"run.seed": MAX_SEED, "tinyworld.seed": MAX_SEED, "run.watchdog_s": 1e7, "plan.efficiency": 1}
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -112,7 +114,7 @@ def validate(cfg: Config) -> None:
     check_ranges(cfg)
     check_trackers(cfg)
     check_sampling(cfg)
-    check_sampler(cfg)
+    check_cut(cfg)
     check_budgets(cfg)
     check_batches(cfg)
     check_loss(cfg)
@@ -127,7 +129,6 @@ def validate(cfg: Config) -> None:
     check_retriever(cfg)
     check_fail_share(cfg)
     check_search_in_process(cfg)
-    check_plan(cfg)
     check_tinyworld(cfg)
 
 
@@ -175,15 +176,11 @@ def check_sampling(cfg: Config) -> None:
         top_p = getattr(cfg, section).top_p
         if not 0 < top_p <= 1:
             raise ValueError(f"{section}.top_p = {top_p}: must be in (0, 1]")
-    if cfg.eval.top_p < 1 and cfg.eval.temperature == 0:
-        raise ValueError(
-            f"eval.top_p = {cfg.eval.top_p} does nothing with eval.temperature = 0 (greedy): "
-            "drop one of the two"
-        )
+    refuse_unread(cfg, ["eval.top_p"], cfg.eval.temperature == 0, "eval.temperature = 0 (greedy)")
 
 
-def check_sampler(cfg: Config) -> None:
-    """What the sampler draws from, and what of it the loss can know."""
+def check_cut(cfg: Config) -> None:
+    """Options that cut what the sampler draws from, and losses that cannot know of it."""
     rollout, loss = cfg.rollout, cfg.loss
     if not 0 <= rollout.min_p < 1:
         raise ValueError(f"rollout.min_p = {rollout.min_p}: must be in [0, 1)")
@@ -350,15 +347,11 @@ def check_correction(cfg: Config) -> None:
 def check_answer_weight(cfg: Config) -> None:
     """Options of beta, LLDS-MA's weight on answer tokens, under each schedule."""
     loss = cfg.loss
-    if loss.lld_answer_schedule == "paper":
-        reads_other = "loss.lld_answer_schedule = 'paper', which reads lld_answer_searches"
-        refuse_unread(cfg, ["loss.lld_answer_weight"], True, reads_other)
-        if not loss.lld_answer_searches > 0:
-            raise ValueError(f"loss.lld_answer_searches = {loss.lld_answer_searches}: must be greater than 0")
-    else:
-        schedule = f"loss.lld_answer_schedule = {loss.lld_answer_schedule!r}"
-        refuse_unread(cfg, ["loss.lld_answer_searches"], True, schedule)
-    if loss.lld_answer_schedule == "constant" and loss.lld_answer_weight > 1:
+    schedule, reads_searches = loss.lld_answer_schedule, loss.lld_answer_schedule == "paper"
+    why = f"loss.lld_answer_schedule = {schedule!r}"
+    refuse_unread(cfg, ["loss.lld_answer_weight"], reads_searches, f"{why}, which reads lld_answer_searches")
+    refuse_unread(cfg, ["loss.lld_answer_searches"], not reads_searches, why)
+    if schedule == "constant" and loss.lld_answer_weight > 1:
         raise ValueError(f"loss.lld_answer_weight = {loss.lld_answer_weight}: beta lies in [0, 1]")
 
 
@@ -441,11 +434,6 @@ def check_retriever(cfg: Config) -> None:
             "retriever.backend = 'oracle' needs retriever.oracle_questions: "
             "the questions whose gold answers it is to find"
         )
-    if options.max_memory_gb is not None and not options.max_memory_gb > 0:
-        raise ValueError(
-            f"retriever.max_memory_gb = {options.max_memory_gb}: must be greater than 0, "
-            "or null for what is free"
-        )
 
 
 def check_fail_share(cfg: Config) -> None:
@@ -467,14 +455,6 @@ def check_search_in_process(cfg: Config) -> None:
         raise ValueError(
             "retriever.url is null, so the search runs in this process and needs retriever.corpus "
             "(and retriever.index, unless backend is bm25)"
-        )
-
-
-def check_plan(cfg: Config) -> None:
-    if cfg.plan.efficiency > 1:
-        raise ValueError(
-            f"plan.efficiency = {cfg.plan.efficiency}: a share of what the hardware does at most; "
-            "must be in (0, 1]"
         )
 
 

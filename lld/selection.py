@@ -50,12 +50,12 @@ def trained_rows(episodes: list[Episode], options: Loss) -> torch.Tensor | None:
     return torch.tensor([not any(FILTERS[name](episode) for name in options.drop) for episode in episodes])
 
 
-# ---- choices among all tokens of an optimizer step
+# ---- choices among all tokens of an update (an optimizer step; a rollout has `optim.updates_per_rollout`)
 
 
 @dataclass(frozen=True)
-class Step:
-    """All rows of an optimizer step under the policy before the rollout's first update: (R, T) tensors."""
+class Update:
+    """All rows of an update under the policy before the rollout's first update: (R, T) tensors."""
 
     logprobs_RT: torch.Tensor
     entropies_RT: torch.Tensor
@@ -64,7 +64,7 @@ class Step:
     seed: int
 
     def covariances(self) -> torch.Tensor:
-        """(R, T) products of what A and log pi depart from their means over the step's tokens by."""
+        """(R, T) products of what A and log pi depart from their means over the update's tokens by."""
 
         def centred(values_RT: torch.Tensor) -> torch.Tensor:
             return values_RT - values_RT[self.mask_RT].mean()
@@ -72,26 +72,29 @@ class Step:
         return centred(self.advantages_R1.expand_as(self.mask_RT)) * centred(self.logprobs_RT)
 
 
-def highest_entropies(step: Step, share: float) -> torch.Tensor:
-    """Tokens with an entropy of at least the quantile 1 - share of the step's."""
-    threshold = step.entropies_RT[step.mask_RT].double().quantile(1 - share)
-    return step.entropies_RT.double() >= threshold
+def highest_entropies(update: Update, share: float) -> torch.Tensor:
+    """The `share` of the tokens with the highest entropy: as many as reach its quantile 1 - share."""
+    return largest(update, update.entropies_RT, 1 + int(share * (int(update.mask_RT.sum()) - 1)))
 
 
-def some_of_high_cov(step: Step, share: float) -> torch.Tensor:
+def some_of_high_cov(update: Update, share: float) -> torch.Tensor:
     """`share` of the tokens (one at least), drawn at random from those with a covariance in (1, 5)."""
-    cov_RT = step.covariances()
-    places = ((cov_RT > 1) & (cov_RT < 5) & step.mask_RT).flatten().nonzero()[:, 0]
-    count = max(1, int(share * int(step.mask_RT.sum())))
-    order = torch.randperm(len(places), generator=torch.Generator().manual_seed(step.seed))
+    cov_RT = update.covariances()
+    places = ((cov_RT > 1) & (cov_RT < 5) & update.mask_RT).flatten().nonzero()[:, 0]
+    count = max(1, int(share * int(update.mask_RT.sum())))
+    order = torch.randperm(len(places), generator=torch.Generator().manual_seed(update.seed))
     return marked(cov_RT, places[order[:count]])
 
 
-def largest_cov(step: Step, share: float) -> torch.Tensor:
+def largest_cov(update: Update, share: float) -> torch.Tensor:
     """The `share` of the tokens (one at least) with the largest covariance."""
-    cov_RT = step.covariances().masked_fill(~step.mask_RT, -torch.inf)
-    count = max(1, int(share * int(step.mask_RT.sum())))
-    return marked(cov_RT, cov_RT.flatten().topk(min(count, cov_RT.numel())).indices)
+    return largest(update, update.covariances(), max(1, int(share * int(update.mask_RT.sum()))))
+
+
+def largest(update: Update, values_RT: torch.Tensor, count: int) -> torch.Tensor:
+    """(R, T) bool: the `count` trained tokens with the largest values, no more where values are equal."""
+    values_RT = values_RT.masked_fill(~update.mask_RT, -torch.inf)
+    return marked(values_RT, values_RT.flatten().topk(count).indices)
 
 
 def marked(like_RT: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -99,8 +102,8 @@ def marked(like_RT: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return torch.zeros(like_RT.numel(), dtype=torch.bool).index_fill(0, places, True).view_as(like_RT)
 
 
-# Rules of loss.weights and loss.penalties that compare the tokens of a whole optimizer step: the step and the
-# rule's number -> (R, T) bool.
+# Rules of loss.weights and loss.penalties that compare all tokens of an update: it and the rule's number ->
+# (R, T) bool.
 CHOOSERS = {
     "high_entropy": highest_entropies,
     "clip_cov": some_of_high_cov,
@@ -109,7 +112,7 @@ CHOOSERS = {
 
 
 def choices(options: Loss) -> dict[str, float]:
-    """The rules in use that compare the tokens of a whole step, with their numbers."""
+    """The rules in use that compare all tokens of an update, with their numbers."""
     return {
         name: number for name, number in {**options.weights, **options.penalties}.items() if name in CHOOSERS
     }
@@ -162,11 +165,7 @@ def nthr_table(accelerator, policy, batch: Batch, cfg: Config) -> torch.Tensor:
             "loss.weights nthr reads hidden states and the whole head, which a sharded policy does not have "
             "in one piece: drop it, or train without FSDP"
         )
-    bare, size, temperature = (
-        accelerator.unwrap_model(policy).eval(),
-        cfg.rollout.group_size,
-        trained_temperature(cfg),
-    )
+    bare, size = accelerator.unwrap_model(policy).eval(), cfg.rollout.group_size
     head, table_BT = bare.lm.get_output_embeddings(), torch.zeros(batch.token_ids_BT.shape)
     num_groups = len(batch.names) // size
     for group in range(accelerator.process_index, num_groups, accelerator.num_processes):
@@ -177,7 +176,7 @@ def nthr_table(accelerator, policy, batch: Batch, cfg: Config) -> torch.Tensor:
             states_NC, targets_N = bare.states(part.token_ids_BT, written_BT)
 
         def residuals(index_n, states_NC=states_NC, targets_N=targets_N):
-            logits_nV = (head(states_NC[index_n]) / temperature).float()
+            logits_nV = (head(states_NC[index_n]) / trained_temperature(cfg)).float()
             return one_hot(targets_N[index_n], logits_nV.shape[1]) - logits_nV.softmax(1)
 
         weights_N = nthr_weights(
@@ -196,7 +195,7 @@ def nthr_table(accelerator, policy, batch: Batch, cfg: Config) -> torch.Tensor:
 
 
 def choose_tokens(accelerator, policy, batch: Batch, cfg: Config) -> Batch:
-    """`batch` with what the rules choose that compare all tokens of an optimizer step (CHOOSERS).
+    """`batch` with what the rules choose that compare all tokens of an update (CHOOSERS).
 
     They compare under the policy before the first update, so that a choice depends neither on micro-batches
     nor on the number of processes. That scores every row once more than without such a rule. Their
@@ -210,15 +209,17 @@ def choose_tokens(accelerator, policy, batch: Batch, cfg: Config) -> Batch:
     scored = score_both(accelerator, policy, batch, plan, cfg)
     # Each row belongs to one process and is 0 on the others, so a sum gathers all.
     scored = [accelerator.reduce(table_BT.to(accelerator.device), "sum").cpu() for table_BT in scored]
-    return chosen_by_step(batch, [rows_of_update(shares) for shares in plan], *scored, cfg.loss)
+    return chosen_by_update(batch, [rows_of_update(shares) for shares in plan], *scored, cfg.loss)
 
 
-def chosen_by_step(batch: Batch, updates: list[list[int]], logprobs_BT, entropies_BT, options: Loss) -> Batch:
+def chosen_by_update(
+    batch: Batch, updates: list[list[int]], logprobs_BT, entropies_BT, options: Loss
+) -> Batch:
     """`batch` with `chosen`, found among the rows of each update."""
     mask_BT = trained_action_ids(batch) > 0
     chosen = {name: torch.zeros(mask_BT.shape, dtype=torch.bool) for name in choices(options)}
     for rows in updates:
-        step = Step(
+        update = Update(
             logprobs_BT[rows],
             entropies_BT[rows],
             batch.advantages_B[rows, None],
@@ -226,7 +227,7 @@ def chosen_by_step(batch: Batch, updates: list[list[int]], logprobs_BT, entropie
             seed=int(batch.token_ids_BT[rows].sum()),  # the same when a run is repeated or resumed
         )
         for name, number in choices(options).items():
-            if step.mask_RT.any():
-                chosen[name][rows] = CHOOSERS[name](step, number)
+            if update.mask_RT.any():
+                chosen[name][rows] = CHOOSERS[name](update, number)
     chosen = {name: table_BT.float() for name, table_BT in chosen.items()}
     return replace(batch, chosen=batch.chosen | chosen)

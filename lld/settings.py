@@ -14,7 +14,7 @@ from typing import Literal
 
 import yaml
 
-from lld.config import PRESETS, Config
+from lld.config import PRESETS, Config, type_text
 from lld.rules import nearest, validate
 
 # Options that a resumed run may change.
@@ -125,6 +125,7 @@ def _convert(value, kind, where: str):
         except ValueError as error:
             raise ValueError(f"{error}, or package.module:function") from None
     if origin is Literal:
+        value = "no" if value is False and "no" in args else value  # YAML reads `no` as false
         if value not in args:
             known = f"must be one of {', '.join(map(repr, args))}"
             close = difflib.get_close_matches(str(value), map(str, args), n=1)
@@ -149,8 +150,7 @@ def _convert(value, kind, where: str):
             return number
     elif kind in (int, bool, str) and type(value) is kind:
         return os.path.expanduser(value) if kind is str and value.startswith("~/") else value
-    name = getattr(kind, "__name__", str(kind)) if origin is None else str(kind)
-    raise ValueError(f"{where} = {value!r}: must be {name}, not {type(value).__name__}")
+    raise ValueError(f"{where} = {value!r}: must be {type_text(kind)}, not {type(value).__name__}")
 
 
 def _preset(name) -> dict:

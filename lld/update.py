@@ -32,11 +32,11 @@ def learning_rate(step: int, optim: Optim) -> float:
 
 
 def plan_updates(lengths: list[int], num_updates: int, num_processes: int) -> list[list[list[int]]]:
-    """Rows of each optimizer step on each process, `plan[update][process]`, balanced by token count.
+    """Rows of each update on each process, `plan[update][process]`, balanced by token count.
 
-    Steps get equal numbers of rows (give or take one) by dealing the rows, longest first, back and forth;
-    within a step the longest row goes to the process with the fewest tokens. The rows of a step do not depend
-    on `num_processes`.
+    Updates get equal numbers of rows (give or take one): rows are dealt, longest first, back and forth.
+    Within an update the longest row goes to the process with the fewest tokens. The rows of an update do not
+    depend on `num_processes`.
     """
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     updates = [[] for _ in range(num_updates)]
@@ -74,12 +74,21 @@ def micro_batches(rows: list[int], batch: Batch, optim: Optim) -> list[list[int]
     return runs
 
 
-def take_rows(batch: Batch, rows: list[int], device) -> Batch:
-    """The rows of a micro-batch on `device`; for no rows an empty one: a row without a scored token.
+def own_micro_batches(accelerator, plan, batch: Batch, optim: Optim) -> list[list[int]]:
+    """This process's micro-batches of the updates `plan`, then empty ones, up to the most of any process.
 
-    Forward and backward passes of DDP and FSDP2 are collectives: a process with fewer micro-batches than
-    another runs empty ones, so that they pair up.
+    Forward and backward passes of DDP and FSDP2 are collectives: all processes must make equally many.
     """
+    of_process = [
+        [rows for shares in plan for rows in micro_batches(shares[process], batch, optim)]
+        for process in range(accelerator.num_processes)
+    ]
+    own = of_process[accelerator.process_index]
+    return own + [[]] * (max(map(len, of_process)) - len(own))
+
+
+def take_rows(batch: Batch, rows: list[int], device) -> Batch:
+    """The rows of a micro-batch on `device`; for an empty one a row without a scored token."""
     if rows:
         return batch.rows(rows, device)
     row = batch.rows([0], device)
@@ -98,12 +107,8 @@ def score(policy, micro: Batch, cfg: Config, entropy_gradient: bool = False):
     """Log-probabilities and entropies (B, T) of the model's tokens under the distribution that is trained.
 
     That is the softmax over the vocabulary, or with loss.support "kept" over the ids that the sampler kept
-    when it drew the token, whichever policy is scored: the current one, its past, the reference of the KL
-    term, LLDS's anchor. Then the ratio of the unmoved policy to the sampler is 1, and the gradient of a
-    token's log-probability has mean 0 under the sampler (the mask kept, arXiv 2512.02556). The KL term is
-    between both policies on the kept ids. With the whole softmax of the reference its mean would gain -log m
-    + m - 1, where m is the reference's mass on the kept ids, so that it would not be 0 between equals; its
-    gradient would shrink to the share m.
+    when it drew the token (arXiv 2512.02556), whichever policy is scored. So the ratio of the unmoved policy
+    to the sampler is 1, and the KL term compares both policies on the kept ids (why: docs/samplers.md).
     """
     options, kept = cfg.loss, micro.kept if cfg.loss.support == "kept" else None
     if options.support == "kept" and kept is None:
@@ -129,14 +134,7 @@ def score_both(accelerator, policy, batch: Batch, plan, cfg: Config) -> tuple[to
     """`score_rows`, and the entropies likewise."""
     logprobs_BT, entropies_BT = torch.zeros(batch.token_ids_BT.shape), torch.zeros(batch.token_ids_BT.shape)
     policy.eval()
-
-    def runs_of(process: int) -> list[list[int]]:
-        return [run for shares in plan for run in micro_batches(shares[process], batch, cfg.optim)]
-
-    runs = [runs_of(process) for process in range(accelerator.num_processes)]
-    own = runs[accelerator.process_index]
-    for number in range(max(map(len, runs))):
-        rows = own[number] if number < len(own) else []
+    for rows in own_micro_batches(accelerator, plan, batch, cfg.optim):
         micro = take_rows(batch, rows, accelerator.device)
         with accelerator.autocast():
             scores = score(policy, micro, cfg)
@@ -159,8 +157,8 @@ def trained_action_ids(batch: Batch) -> torch.Tensor:
     return batch.action_ids_BT * batch.trained_B[:, None]
 
 
-def minibatch_counts(batch: Batch, rows: list[int], preserve: str) -> dict[str, int]:
-    """Denominators of one optimizer step: its rows, the model's tokens, and those in preserved rows.
+def update_counts(batch: Batch, rows: list[int], preserve: str) -> dict[str, int]:
+    """Denominators of one update: its rows, the model's tokens, and those in preserved rows.
 
     Dropped rows do not count.
     """
@@ -171,19 +169,20 @@ def minibatch_counts(batch: Batch, rows: list[int], preserve: str) -> dict[str, 
 
 
 def loss_of(
-    micro: Batch, logprobs_BT, entropy_BT, divisor_BT, reference_BT, anchor_BT, counts, beta, options: Loss
+    micro: Batch, logprobs_BT, entropy_BT, ratio_old_BT, reference_BT, anchor_BT, counts, beta, options: Loss
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A micro-batch's share (B,) of the step's loss, row by row, and its unreduced terms (B, T) for the log.
+    """A micro-batch's share (B,) of the update's loss, row by row, and its terms (B, T) for the log.
 
-    The ratio divides by `divisor_BT`, log-probabilities of the trainer or of the sampler; LLDS compares with
-    `anchor_BT`, always the trainer's. Sums over all micro-batches and processes of a step are the loss of the
-    step: Eq. 1 (or its token mean) + kl_weight * k3 - entropy_weight * H + lambda * LLDS (Eq. 6). Terms of
-    weight 0 are not computed, and their tables may be None; outside the mask, terms may be anything.
+    The ratio divides by `ratio_old_BT`, log-probabilities of trainer or sampler; LLDS compares with
+    `anchor_BT`, always the trainer's. The sum over all micro-batches and processes of an update is its loss:
+    aggregation(weights * surrogate + kl_weight * KL + penalties - entropy_weight * H) + lld_weight * LLDS
+    (Eq. 6). Terms of weight 0 are not computed, and their tables may be None; outside the mask, terms may be
+    anything.
     """
     action_ids_BT = trained_action_ids(micro)
     mask_BT = action_ids_BT > 0
-    tokens = loss.Tokens.of(logprobs_BT, divisor_BT, micro.advantages_B, mask_BT, micro.chosen)
-    terms_BT, terms = policy_terms(micro, tokens, divisor_BT, options)
+    tokens = loss.Tokens.of(logprobs_BT, ratio_old_BT, micro.advantages_B, mask_BT, micro.chosen)
+    terms_BT, terms = policy_terms(micro, tokens, ratio_old_BT, options)
     if options.kl_weight > 0:
         terms["kl"] = loss.KL_ESTIMATORS[options.kl_estimator](tokens, reference_BT)
         terms_BT = terms_BT + options.kl_weight * terms["kl"]
@@ -201,12 +200,12 @@ def loss_of(
     return row_losses_B, terms
 
 
-def policy_terms(micro: Batch, tokens: loss.Tokens, divisor_BT, options: Loss) -> tuple[torch.Tensor, dict]:
-    """(B, T) surrogate terms times their weights, and them and the weights under their names in the log."""
+def policy_terms(micro: Batch, tokens: loss.Tokens, ratio_old_BT, options: Loss) -> tuple[torch.Tensor, dict]:
+    """(B, T) weighted surrogate terms, and what is logged: them, and the correction and weights if in use."""
     terms_BT, terms = loss.surrogate_terms(tokens, options), {}
     if options.correction != "none":
         sampled_BT = micro.sampled_logprobs_BT
-        terms["correction"] = weights.correction_weights(divisor_BT, sampled_BT, tokens.mask_BT, options)
+        terms["correction"] = weights.correction_weights(ratio_old_BT, sampled_BT, tokens.mask_BT, options)
         terms_BT = terms["correction"] * terms_BT
     if options.weights:
         terms["weight"] = torch.ones_like(terms_BT)
@@ -236,8 +235,8 @@ def weighted_lld_terms(
 class Scores:
     """Log-probabilities (B, T) of the whole batch, the same on every process.
 
-    0 on tokens the model did not write. All but `divisor_BT` come from the trainer's forward passes over the
-    same micro-batches: any two of them differ only by the policy.
+    0 on tokens the model did not write. All but `ratio_old_BT` come from the trainer's forward passes over
+    the same micro-batches: any two of them differ only by the policy.
     """
 
     old_BT: torch.Tensor  # before the first update
@@ -245,21 +244,21 @@ class Scores:
     entropy_BT: torch.Tensor  # likewise
     final_BT: torch.Tensor | None  # after the last update; None where the rollout was not scored again
     anchor_BT: torch.Tensor  # what LLDS compares with: old_BT, or an older policy's
-    rows: list[list[int]]  # of each update
-    divisor_BT: torch.Tensor | None = None  # the sampler's, if the ratio divides by them; None: old_BT
-    half: bool = False  # computed in bf16
+    rows: list[list[int]]  # the batch's rows that each update used
+    ratio_old_BT: torch.Tensor | None = None  # the sampler's, if the ratio divides by them; None: old_BT
+    bf16: bool = False  # computed in bf16
 
 
 @dataclass
 class Tables:
     """Log-probabilities (B, T) on the CPU during the updates of a rollout: this process's rows, 0 elsewhere.
 
-    `divisor_BT`, `reference_BT` and `anchor_BT` may be aliases of `old_BT`, not copies: what the first update
-    writes into it must appear in them (see `score_past`).
+    `ratio_old_BT`, `reference_BT` and `anchor_BT` may be aliases of `old_BT`, not copies: what the first
+    update writes into it must appear in them (see `score_past`).
     """
 
     old_BT: torch.Tensor
-    divisor_BT: torch.Tensor
+    ratio_old_BT: torch.Tensor
     reference_BT: torch.Tensor
     anchor_BT: torch.Tensor
     new_BT: torch.Tensor
@@ -298,35 +297,33 @@ def score_past(accelerator, policy, reference, anchor, batch: Batch, plan, cfg: 
 
     - `old_BT` is not computed for the rows of the first update. There the policy still is the old one, so
       that update's own forward pass fills them in; with one update per rollout nothing is scored twice.
-    - `divisor_BT` is the sampler's log-probabilities, which are not scored, or `old_BT` itself.
+    - `ratio_old_BT` is the sampler's log-probabilities, which are not scored, or `old_BT` itself.
     - `reference_BT` is scored where kl_weight > 0, else it is `old_BT` itself, which the loss does not read.
     - `anchor_BT` is scored where LLDS compares with an older policy, else it is `old_BT` itself.
     """
     old_BT = score_rows(accelerator, policy, batch, plan[1:], cfg)
-    divisor_BT = reference_BT = anchor_BT = old_BT
+    ratio_old_BT = reference_BT = anchor_BT = old_BT
     if cfg.loss.old_logprobs == "sampler":
-        divisor_BT = batch.sampled_logprobs_BT
+        ratio_old_BT = batch.sampled_logprobs_BT
     if cfg.loss.kl_weight > 0:
         reference_BT = score_rows(accelerator, reference, batch, plan, cfg)
     if anchor is not None:
         anchor_BT = score_rows(accelerator, anchor, batch, plan, cfg)
     new_BT, entropy_BT = torch.zeros_like(old_BT), torch.zeros_like(old_BT)
-    return Tables(old_BT, divisor_BT, reference_BT, anchor_BT, new_BT, entropy_BT)
+    return Tables(old_BT, ratio_old_BT, reference_BT, anchor_BT, new_BT, entropy_BT)
 
 
 def optimizer_step(
     accelerator, policy, optimizer, batch: Batch, shares, update: int, tables: Tables, beta, cfg: Config
 ) -> dict[str, float]:
     """One update on the rows `shares` (one list per process), by micro-batches; returns its metrics."""
-    counts = minibatch_counts(batch, rows_of_update(shares), cfg.loss.lld_preserve)
-    runs_of = [micro_batches(share, batch, cfg.optim) for share in shares]
-    own, most = runs_of[accelerator.process_index], max(map(len, runs_of))
+    counts = update_counts(batch, rows_of_update(shares), cfg.loss.lld_preserve)
+    micro_rows = own_micro_batches(accelerator, [shares], batch, cfg.optim)
     means, suspects = Means(accelerator.device), []
-    for number in range(most):
-        rows = own[number] if number < len(own) else []
+    for number, rows in enumerate(micro_rows, start=1):
         micro = take_rows(batch, rows, accelerator.device)
         # FSDP2 reduces gradients after every micro-batch: an unsharded gradient would not fit in memory.
-        reduces = number == most - 1 or isinstance(policy, FSDPModule)
+        reduces = number == len(micro_rows) or isinstance(policy, FSDPModule)
         with nullcontext() if reduces else accelerator.no_sync(policy):
             losses_B, terms, logprobs_BT, entropies_BT = micro_batch_loss(
                 accelerator, policy, micro, rows, update, tables, counts, beta, cfg
@@ -365,7 +362,7 @@ def micro_batch_loss(
         tables.old_BT[rows, :width] = logprobs_BT.detach().cpu()
     past = [
         table_BT[rows or [0], :width].to(accelerator.device)
-        for table_BT in (tables.divisor_BT, tables.reference_BT, tables.anchor_BT)
+        for table_BT in (tables.ratio_old_BT, tables.reference_BT, tables.anchor_BT)
     ]
     losses_B, terms = loss_of(micro, logprobs_BT, entropies_BT, *past, counts, beta, cfg.loss)
     return losses_B, terms, logprobs_BT, entropies_BT
@@ -391,8 +388,8 @@ def gather_scores(accelerator, batch: Batch, plan, tables: Tables, cfg: Config) 
         final_BT=None,
         anchor_BT=old_BT if tables.anchor_BT is tables.old_BT else gather(tables.anchor_BT),
         rows=[rows_of_update(shares) for shares in plan],
-        divisor_BT=batch.sampled_logprobs_BT if cfg.loss.old_logprobs == "sampler" else None,
-        half=accelerator.mixed_precision == "bf16",
+        ratio_old_BT=batch.sampled_logprobs_BT if cfg.loss.old_logprobs == "sampler" else None,
+        bf16=accelerator.mixed_precision == "bf16",
     )
 
 
@@ -425,7 +422,7 @@ class Means:
         self.device, self.sums = device, {}
 
     def add(self, name: str, values, mask) -> None:
-        """Adds `values` where `mask`."""
+        """Adds `values`, of any shape, where `mask`, of the same shape, is true."""
         pair = torch.stack([torch.where(mask, values.double(), 0.0).sum(), mask.sum().double()])
         self.sums[name] = self.sums[name] + pair if name in self.sums else pair
 

@@ -95,12 +95,12 @@ def off_policy(t: Tokens, threshold: float) -> torch.Tensor:
 
 
 def high_entropy(t: Tokens, share: float) -> torch.Tensor:
-    """1 on the `share` of the step's tokens with the highest entropy, else 0 (arXiv 2506.01939; .2)."""
+    """1 on the `share` of the update's tokens with the highest entropy, else 0 (arXiv 2506.01939; .2)."""
     return t.chosen["high_entropy"]
 
 
 def clip_cov(t: Tokens, share: float) -> torch.Tensor:
-    """0 on `share` of the step's tokens, drawn from those with a covariance in (1, 5), else 1: Clip-Cov.
+    """0 on `share` of the update's tokens, drawn from those with a covariance in (1, 5), else 1: Clip-Cov.
 
     arXiv 2505.22617; share .0002. Unlike there, tokens that the clip already removed may be drawn too.
     """
@@ -126,7 +126,7 @@ WEIGHTS = {
 }
 
 
-# ---- aggregation: a row's share of the loss of an optimizer step
+# ---- aggregation: a row's share of the loss of an update
 
 
 def sequence_mean(sums_B, lengths_B, counts: dict[str, int], options: Loss) -> torch.Tensor:
@@ -135,7 +135,7 @@ def sequence_mean(sums_B, lengths_B, counts: dict[str, int], options: Loss) -> t
 
 
 def token_mean(sums_B, lengths_B, counts: dict[str, int], options: Loss) -> torch.Tensor:
-    """Mean over all tokens of the step (official code; DAPO, arXiv 2503.14476)."""
+    """Mean over all tokens of the update (official code; DAPO, arXiv 2503.14476)."""
     return sums_B / max(1, counts["tokens"])
 
 
@@ -145,7 +145,7 @@ def constant(sums_B, lengths_B, counts: dict[str, int], options: Loss) -> torch.
 
 
 # The values of loss.aggregation: sums of a row's terms (B,), numbers of its tokens (B,), numbers of rows and
-# tokens of the whole optimizer step, and options -> (B,) shares of the loss.
+# tokens of the whole update, and options -> (B,) shares of the loss.
 AGGREGATIONS = {
     "sequence_mean": sequence_mean,
     "token_mean": token_mean,

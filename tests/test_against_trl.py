@@ -1,6 +1,6 @@
 """The losses that TRL ships too: value and gradient of its GRPOTrainer on random batches, to 1e-6 and closer.
 
-Skipped where trl is not installed. Run as a script, it prints the table of docs/stabilisers.md.
+Skipped where trl is not installed. Run as a script, it prints the table of docs/losses.md.
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ from test_loss import ragged
 from lld.config import Loss, Reward
 from lld.episode import Batch
 from lld.reward import overlong_punishment
-from lld.selection import chosen_by_step
-from lld.update import loss_of, minibatch_counts
+from lld.selection import chosen_by_update
+from lld.update import loss_of, update_counts
 
 LENGTH = 17  # of the rows of `ragged`
 # Options of the loss here, and what the trainer's attributes, its arguments (args) and inputs are there
@@ -86,8 +86,8 @@ def ours(changes, seed):
     batch, logprobs_BT, old_BT, ref_BT, entropies_BT = made_up(seed)
     options = dataclasses.replace(Loss(kl_weight=0.0, lld_weight=0.0), **changes)
     rows, leaf_BT = list(range(len(batch.names))), logprobs_BT.clone().requires_grad_()
-    batch = chosen_by_step(batch, [rows], logprobs_BT, entropies_BT, options)
-    counts = minibatch_counts(batch, rows, "nonnegative")
+    batch = chosen_by_update(batch, [rows], logprobs_BT, entropies_BT, options)
+    counts = update_counts(batch, rows, "nonnegative")
     losses_B, _ = loss_of(batch, leaf_BT, entropies_BT, old_BT, ref_BT, None, counts, 1.0, options)
     losses_B.sum().backward()
     return losses_B.sum().detach(), leaf_BT.grad

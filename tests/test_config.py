@@ -166,7 +166,8 @@ def test_the_defaults_are_the_papers():
         ({"rollout": {"overlap_search": "no"}}, "rollout.overlap_search = 'no': must be bool, not str"),
         ({"loss": {"lld_gate": "acton"}}, "'response'; did you mean 'action'?"),
         ({"advantage": {"kind": "grop"}}, "'stratified'; did you mean 'grpo'?"),
-        ({"run": {"trackers": "wandb"}}, "run.trackers = 'wandb': must be tuple[str, ...], not str"),
+        ({"model": {"mixed_precision": True}}, "model.mixed_precision = True: must be one of 'no', 'bf16'"),
+        ({"run": {"trackers": "wandb"}}, "run.trackers = 'wandb': must be list of text, not str"),
         (
             {"loss": {"lld_gate": "turn"}},
             "loss.lld_gate = 'turn': must be one of 'token', 'action', 'response'",
@@ -571,6 +572,7 @@ def test_a_path_keeps_a_sharp_sign_and_a_tilde_is_the_home(monkeypatch):
     cfg = settings.with_overrides({}, ["run.dir=runs/try #2", "data.train=~/train.jsonl"])
     assert (cfg.run.dir, cfg.data.train) == ("runs/try #2", "/home/ada/train.jsonl")
     assert settings.with_overrides({}, ["run.steps=7 # of them"]).run.steps == 7
+    assert settings.with_overrides({}, ["model.mixed_precision=no"]).model.mixed_precision == "no"
 
 
 @pytest.mark.parametrize(

@@ -206,16 +206,16 @@ def test_a_turn_resumes_where_it_stopped_inside_a_token(tokenizer):
         sequences.extend(rows)
         for row in rows:
             token_id = next(script)
-            row.token_ids.append(token_id)
-            row.logprobs.append(0.0)
+            row.turn.token_ids.append(token_id)
+            row.turn.logprobs.append(0.0)
             row.unread = [token_id]
-        from lld.engine.engine import PARKED, Stopped
+        from lld.engine.engine import PARKED
 
         out = []
         for row in rows:
-            if reason := engine._stop_reason(row, row.token_ids[-1]):
-                row.state = PARKED
-                out.append(Stopped(row.key, row.token_ids, row.logprobs, reason))
+            if reason := engine._stop_reason(row, row.turn.token_ids[-1]):
+                row.state, row.turn.reason = PARKED, reason
+                out.append(row.turn)
         return out
 
     engine._sample = forced

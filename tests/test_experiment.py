@@ -1,7 +1,7 @@
 """Experiments: grids are checked before anything runs, runs are resumed and not repeated, and the numbers are
 those of a hand.
 
-`python tests/test_experiment.py` writes the tables of docs/experiment.md and docs/stabilisers.md anew from
+`python tests/test_experiment.py` writes the tables of docs/experiment.md and docs/stabilisers*.md anew from
 their record.
 """
 
@@ -26,7 +26,19 @@ from lld.experiment import figure as outcome_figure
 from lld.experiment import grid, intervals, outcomes, runner, tables
 from lld.record import runs
 
-PAGES = {"causes": ROOT / "docs/experiment.md", "stabilisers": ROOT / "docs/stabilisers.md"}
+# Page -> its tables: the experiment, and what to make of its plan and its rows
+PAGES = {
+    "experiment.md": [("causes", tables.all_tables)],
+    "stabilisers-tables.md": [("stabilisers", tables.all_tables)],
+    "stabilisers.md": [
+        ("stabilisers", lambda *of, world=world: tables.markdown(tables.beside_llds(*of, world)) + "\n")
+        for world in ("cut", "whole")
+    ],
+    "alarm.md": [
+        (name, lambda plan, rows: tables.markdown(tables.alarms(rows, plan.runs)) + "\n")
+        for name in ("causes", "stabilisers")
+    ],
+}
 TABLES_MARK, TABLES_END = "<!-- tables -->\n", "<!-- end of tables -->\n"
 FAKE_TRAIN = """
 import json, os, sys, time
@@ -203,6 +215,7 @@ def test_every_path_inside_the_tiny_world_moves_to_the_world_of_the_run():
         ({"pairs": [["grpo", "ppo"]]}, "pairs names 'ppo', which is not among the arms"),
         ({"pairs": ["grpo"]}, "must be a list of [arm, arm it is compared with]"),
         ({"law": "grpo"}, "law = 'grpo': must be a list of arms"),
+        ({"figure_arms": {"a heading": {"ppo": "PPO"}}}, "figure_arms names 'ppo', which is not among"),
         ({"law": [["grpo"]]}, "law names ['grpo'], which is not among the arms"),
         ({"grids": [{"arms": [{"grpo": 1}]}]}, "grids[0]: arms names {'grpo': 1}"),
     ],
@@ -679,7 +692,7 @@ def test_the_figure_draws_the_arms_that_were_played(tmp_path, monkeypatch):
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, path: figures.append(self))
     rows = [record_of("grpo", rate, seed, 0.4, fell=30) for rate in ("1e-4", "2e-4") for seed in (0, 1)]
     outcome_figure.plot_experiment(
-        rows, {"grpo": "plain $", "action": "a"}, tmp_path / "figure.png", "curves"
+        rows, {"": {"grpo": "plain $", "action": "a"}}, tmp_path / "figure.png", "curves"
     )
     (figure,) = figures
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
@@ -692,40 +705,81 @@ def test_the_figure_draws_the_arms_that_were_played(tmp_path, monkeypatch):
     ]
     assert len(figure.axes[0].lines) == 3  # the mean, and a cross for each seed
     with pytest.raises(ValueError, match="no run of the arms to draw"):
-        outcome_figure.plot_experiment(rows, {"action": "a"}, tmp_path / "figure.png", "curves")
+        outcome_figure.plot_experiment(rows, {"": {"action": "a"}}, tmp_path / "figure.png", "curves")
 
 
 def test_the_figure_of_endings_shows_seeds_means_and_intervals(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, path: figures.append(self))
-    ems = {"grpo": (0.2, 0.4), "action": (0.5,)}
-    rows = [record_of(arm, "1e-4", seed, em) for arm in ems for seed, em in enumerate(ems[arm])]
-    outcome_figure.plot_experiment(rows, dict.fromkeys((*ems, "none"), "x"), tmp_path / "a.png", "endings")
+    ems = {"grpo": (0.2, 0.3, 0.4), "action": (0.5, 0.7)}
+    rows = [
+        record_of(arm, "1e-4", seed, em, fell=9 if em == 0.3 else None, held_out_end=em)
+        for arm in ems
+        for seed, em in enumerate(ems[arm])
+    ]
+    parts = {"first": {"grpo": "x", "none": "not played"}, "second": {"action": "y"}, "third": {"none": "z"}}
+    outcome_figure.plot_experiment(rows, parts, tmp_path / "a.png", "endings")
     ax = figures[0].axes[0]
-    assert [text.get_text() for text in ax.get_yticklabels()] == ["x", "x"]  # `none` was not played
-    dots = [line.get_xdata() for line in ax.lines if line.get_marker() == "."]
-    assert [list(values) for values in dots] == [[0.2, 0.4], [0.5]]
+    names = [(label.get_text(), label.get_fontweight()) for label in ax.get_yticklabels()]
+    assert names == [("first", "bold"), ("x", "normal"), ("second", "bold"), ("y", "normal")]
+    seeds = {
+        mark: [list(line.get_xdata()) for line in ax.lines if line.get_marker() == mark] for mark in ".x"
+    }
+    assert seeds == {".": [[0.2, 0.4], [0.5, 0.7]], "x": [[0.3], []]}
     (bar,) = [c.get_segments()[0][:, 0] for c in ax.collections if len(c.get_segments()) == 1]
-    assert bar == pytest.approx([0.3 - 12.706 * 0.1, 0.3 + 12.706 * 0.1])
+    assert bar == pytest.approx([0.3 - 4.303 * 0.1 / 3**0.5, 0.3 + 4.303 * 0.1 / 3**0.5])  # two have none
     (dashed,) = [line.get_xdata()[0] for line in ax.lines if line.get_linestyle() == "--"]
     assert dashed == pytest.approx(0.3)
     rows = [record_of("grpo", f"{rate}e-4", 0, 0.4) for rate in range(1, 10)]  # more than colours
-    outcome_figure.plot_experiment(rows, {"grpo": "x"}, tmp_path / "a.png", "endings")
-    assert len(figures[1].legends[0].get_texts()) == 9
+    outcome_figure.plot_experiment(rows, {"": {"grpo": "x"}}, tmp_path / "a.png", "endings")
+    assert len(figures[1].legends[0].get_texts()) == 10
+    assert [label.get_text() for label in figures[1].axes[0].get_yticklabels()] == ["x"]
+
+
+def test_endings_show_change_where_arms_start_from_another_measure(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, path: figures.append(self))
+    ends = {"entropy_wrong_start": 0.5, "entropy_wrong_end": 1.5, "right_start": -1.0, "right_end": -0.25}
+    rows = [record_of("grpo", "1e-4", 0, 0.3, **ends), record_of("kept", "1e-4", 0, 0.3)]
+    outcome_figure.plot_experiment(rows, {"": {"grpo": "x", "kept": "y"}}, tmp_path / "a.png", "endings")
+    means = [[line.get_xdata()[0] for line in ax.lines if line.get_marker() == "o"] for ax in figures[0].axes]
+    assert means == [[], [0.3, 0.3], [3.0], [0.75]]
 
 
 def test_endings_draw_an_arm_with_llds_hollow_on_the_line_of_the_arm_without(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, path: figures.append(self))
     rows = [record_of(arm, "1e-4", 0, em) for arm, em in {"dapo": 0.2, "dapo-llds": 0.3}.items()]
-    outcome_figure.plot_experiment(rows, {"dapo": "x", "grpo": "y"}, tmp_path / "a.png", "endings")
-    ax = figures[0].axes[0]
-    assert [text.get_text() for text in ax.get_yticklabels()] == ["x"]
+    parts = {"": {"dapo": "x", "grpo": "y"}}
+    outcome_figure.plot_experiment(rows, parts, tmp_path / "a.png", "endings")
+    ax = figures[0].axes[1]
+    assert [text.get_text() for text in figures[0].axes[0].get_yticklabels()] == ["x"]
     fills = {line.get_xdata()[0]: line.get_mfc() for line in ax.lines if line.get_marker() == "o"}
     assert fills[0.3] == "white" != fills[0.2]
-    assert [text.get_text() for text in figures[0].legends[0].get_texts()][-1] == "with LLDS"
+    assert [0.2, 0.3] in [list(line.get_xdata()) for line in ax.lines if line.get_linestyle() == "-"]
+    assert [text.get_text() for text in figures[0].legends[0].get_texts()][-2] == "with LLDS"
     with pytest.raises(ValueError, match="no run of the arms to draw"):  # curves draw what is named
-        outcome_figure.plot_experiment(rows[1:], {"dapo": "x"}, tmp_path / "a.png", "curves")
+        outcome_figure.plot_experiment(rows[1:], {"": {"dapo": "x"}}, tmp_path / "a.png", "curves")
+
+
+def test_the_table_of_losses_beside_llds_by_hand(tmp_path):
+    drawn = {"one": {"grpo": "GRPO", "dapo": "DAPO"}, "two": {"vespo-llds": "none without LLDS"}}
+    planned = dataclasses.replace(grid.load_experiment(write_experiment(tmp_path)), figure_arms=drawn)
+    ends = {"grpo": (0.1, 0.2), "grpo-llds": (0.3,), "dapo": (0.5,)}
+    rows = [
+        record_of(arm, "1e-4", seed, em, fell=9 if em == 0.1 else None, held_out_end=em)
+        for arm in ends
+        for seed, em in enumerate(ends[arm])
+    ]
+    rows[1] |= {"entropy_wrong_start": 1.0, "entropy_wrong_end": 2.1}  # exploded
+    rows[2] |= {"em_end": 0.04}  # dead
+    table = tables.beside_llds(planned, rows, "easy")
+    assert "-> with LLDS, easy**" in table.title and table.rows == [
+        ("**one**", "", "", "", "", ""),
+        ("GRPO", "2 -> 1", "1 -> 0", "1 -> 1", "0.150 ± 0.635 -> 0.300", "+0.200"),
+        ("DAPO", "1", "0", "0", "0.500", "–"),
+    ]
+    assert not tables.beside_llds(planned, rows, "hard").rows
 
 
 def test_every_figure_that_an_experiment_may_ask_for_is_there(tmp_path):
@@ -736,20 +790,21 @@ def test_every_figure_that_an_experiment_may_ask_for_is_there(tmp_path):
 
 
 def page_of(name: str) -> str:
-    """The page of an experiment with the tables of its record."""
-    planned = grid.load_experiment(ROOT / f"configs/experiments/{name}.yaml")
-    planned = dataclasses.replace(planned, record=ROOT / planned.record)
-    head, _, rest = PAGES[name].read_text().partition(TABLES_MARK)
-    return (
-        head + TABLES_MARK + runner.write_tables(planned, None) + TABLES_END + rest.partition(TABLES_END)[2]
-    )
+    """The page with its tables, made from the record."""
+    text, *parts = (ROOT / "docs" / name).read_text().split(TABLES_MARK)
+    for (experiment, make), part in zip(PAGES[name], parts, strict=True):
+        plan = grid.load_experiment(ROOT / f"configs/experiments/{experiment}.yaml")
+        plan = dataclasses.replace(plan, record=ROOT / plan.record)
+        made = make(plan, runner.rows_of(plan))
+        text += TABLES_MARK + made + TABLES_END + part.partition(TABLES_END)[2]
+    return text
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_the_page_has_the_tables_of_its_record(name):
-    assert PAGES[name].read_text() == page_of(name), "run python tests/test_experiment.py"
+    assert (ROOT / "docs" / name).read_text() == page_of(name), "run python tests/test_experiment.py"
 
 
 if __name__ == "__main__":
-    for name, page in PAGES.items():
-        page.write_text(page_of(name))
+    for name in PAGES:
+        (ROOT / "docs" / name).write_text(page_of(name))

@@ -34,7 +34,7 @@ from lld.influence.closed_form import (
 )
 from lld.influence.view import agreement, compare
 from lld.policy import Policy
-from lld.update import loss_of, minibatch_counts
+from lld.update import loss_of, update_counts
 
 ADVANTAGES = torch.tensor([1.2, -0.7, 0.9, -1.4])
 MODEL = {"mixed_precision": "no"}
@@ -81,7 +81,7 @@ def test_closed_form_is_the_jacobian_vector_product_of_the_real_loss(aggregation
     )
     part, counts = (
         group.batch.rows([0, 1, 2, 3]),
-        minibatch_counts(group.batch, [0, 1, 2, 3], "nonnegative"),
+        update_counts(group.batch, [0, 1, 2, 3], "nonnegative"),
     )
 
     def logprobs(weight):

@@ -198,8 +198,8 @@ def test_the_ratio_of_the_unmoved_policy_to_its_sampler_is_1(played, batch, toke
     cfg = dataclasses.replace(cfg, loss=dataclasses.replace(cfg.loss, old_logprobs="sampler"))
     _, scores, _ = updates(batch, tokenizer, cfg)
     first = scores.rows[0]
-    assert scores.divisor_BT is batch.sampled_logprobs_BT
-    assert float((scores.new_BT - scores.divisor_BT)[first].abs().max()) < 1e-4
+    assert scores.ratio_old_BT is batch.sampled_logprobs_BT
+    assert float((scores.new_BT - scores.ratio_old_BT)[first].abs().max()) < 1e-4
 
 
 def test_kept_ids_survive_a_crash_box_and_a_checkpoint(played, batch, tmp_path, tokenizer):
@@ -221,7 +221,7 @@ def test_kept_ids_survive_a_crash_box_and_a_checkpoint(played, batch, tmp_path, 
         path.write_text(json.dumps(tree) + "\n")
         with pytest.raises(ValueError, match=message):
             read_episodes(tmp_path, 3, 1, len(tokenizer))
-    packed = sentinel.pack_sentinel(sentinel.take(batch, [3, 1]))
+    packed = sentinel.pack_sentinel(batch.rows([3, 1]))
     torch.save(packed, tmp_path / "state.pt")
     again = type(batch)(**torch.load(tmp_path / "state.pt", weights_only=True))
     assert torch.equal(again.kept_ids_K, batch.rows([3, 1]).kept_ids_K)

@@ -696,8 +696,8 @@ def test_rows_without_any_token_of_the_model_are_zero():
 
 def test_as_many_actions_as_tokens_and_narrow_integers_fit_the_gate():
     ids_BT = torch.arange(1, 6, dtype=torch.int32)[None]
-    delta_BT = torch.tensor([[1.0, -1.0, 1.0, -1.0, 1.0]])
-    assert lld_gate(delta_BT, ids_BT, "action").tolist() == [[True, False, True, False, True]]
+    fall_BT = torch.tensor([[1.0, -1.0, 1.0, -1.0, 1.0]])
+    assert lld_gate(fall_BT, ids_BT, "action").tolist() == [[True, False, True, False, True]]
 
 
 def test_unknown_words_are_refused():

@@ -14,7 +14,7 @@ from bench import alarm
 from conftest import ROOT, make_lm, make_tokenizer
 from gradients import OPTIONS, make_episodes
 
-from lld import settings
+from lld import loss, settings
 from lld.episode import ANSWER, SEARCH, THINK, Batch, collate
 from lld.record import metrics, monitor, phases, trajectories
 from lld.record import sentinel as sentinel_module
@@ -93,14 +93,14 @@ def test_what_counts_as_displaced_depends_on_the_type_of_the_computation(recorde
     episodes, batch, scores = recorded
     written_BT = batch.action_ids_BT > 0
     fallen = dataclasses.replace(
-        scores, new_BT=scores.old_BT - 1e-3 * written_BT, divisor_BT=scores.old_BT - 0.5 * written_BT
+        scores, new_BT=scores.old_BT - 1e-3 * written_BT, ratio_old_BT=scores.old_BT - 0.5 * written_BT
     )
-    for half in (False, True):
+    for bf16 in (False, True):
         row = monitor.describe(
-            batch, dataclasses.replace(fallen, half=half), episodes, settings.from_dict(OPTIONS)
+            batch, dataclasses.replace(fallen, bf16=bf16), episodes, settings.from_dict(OPTIONS)
         )
         assert [row[f"displaced/correct/{unit}"] for unit in ("tokens", "actions", "responses")] == [
-            1.0 - half
+            1.0 - bf16
         ] * 3
         assert row["displacement/correct"] == pytest.approx(-1e-3, rel=1e-3) and row[
             "ratio/mean"
@@ -179,6 +179,24 @@ def test_gates_are_watched_whether_llds_is_on_or_not(recorded):
         row["displacement/correct"]
         == monitor.describe(batch, scores, episodes, settings.from_dict(OPTIONS))["displacement/correct"]
     )
+
+
+@pytest.mark.parametrize("kind", ["grpo", "gspo", "gmpo", "dual_clip"])
+def test_clipped_tokens_are_those_without_a_gradient(recorded, kind):
+    _, batch, scores = recorded
+    cfg = settings.from_dict(OPTIONS | {"loss": OPTIONS["loss"] | {"kind": kind}})
+    noise_BT = torch.randn(batch.token_ids_BT.shape, generator=torch.Generator().manual_seed(0))
+    advantages_B = torch.tensor([1.0, -1.0] * 6)
+    batch = dataclasses.replace(batch, advantages_B=advantages_B)
+    mask_BT = batch.action_ids_BT > 0
+    new_BT = (scores.old_BT + noise_BT).requires_grad_()
+    tokens = loss.Tokens.of(new_BT, scores.old_BT, advantages_B, mask_BT, {})
+    loss.surrogate_terms(tokens, cfg.loss).sum().backward()
+    share = float((new_BT.grad == 0)[mask_BT].double().mean())
+    found = monitor.policy_change(
+        batch, dataclasses.replace(scores, new_BT=new_BT.detach()), list(range(12)), cfg
+    )
+    assert found["ratio/clipped"] == pytest.approx(share) and 0.05 < share < 0.95
 
 
 @pytest.mark.parametrize("kind", ["grpo", "gspo"])

@@ -305,5 +305,5 @@ def test_a_module_that_is_not_there_and_a_path_of_the_wrong_form_are_refused():
         settings.from_dict({"reward": {"kind": "mine.module.f"}})
     with pytest.raises(ValueError, match="reward.kind = None: must be one of"):
         settings.from_dict({"reward": {"kind": None}})
-    with pytest.raises(ValueError, match="reward.kind = .* must be str"):
+    with pytest.raises(ValueError, match="reward.kind = .* must be text"):
         settings.from_dict({"reward": {"kind": {"a": 1}}})

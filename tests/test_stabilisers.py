@@ -1,4 +1,4 @@
-"""Every method of docs/stabilisers.md against a naive loop and a number by hand."""
+"""Every method of docs/losses.md against a naive loop and a number by hand."""
 
 import dataclasses
 import itertools
@@ -22,8 +22,8 @@ from lld.policy import Policy
 from lld.reward import overlong_punishment
 from lld.running import playing
 from lld.running.dry_row import check_names
-from lld.selection import chosen_by_step, trained_rows
-from lld.update import loss_of, minibatch_counts
+from lld.selection import chosen_by_update, trained_rows
+from lld.update import loss_of, update_counts
 from lld.weights import AGGREGATIONS, CORRECTIONS, correction_weights
 
 ADVANTAGES_PG = torch.tensor([[1.0, -0.5, -0.5], [0.0, 0.0, 0.0], [1.1, 0.1, -1.2], [-1.0, 0.5, 0.5]])
@@ -304,7 +304,7 @@ def made_up_step(seed=0, rows=40, tokens=30):
     advantages_R1 = torch.randn(rows, 1, generator=generator)
     mask_RT = torch.rand(rows, tokens, generator=generator) < 0.8
     entropies_RT = 3 * torch.rand(rows, tokens, generator=generator)
-    return selection.Step(logprobs_RT, entropies_RT, advantages_R1, mask_RT, seed)
+    return selection.Update(logprobs_RT, entropies_RT, advantages_R1, mask_RT, seed)
 
 
 def naive_covariances(step):
@@ -337,7 +337,7 @@ def test_choices_agree_with_a_loop():
     at = 0.8 * (len(entropies) - 1)  # the quantile between its neighbours
     low, part = int(at), at - int(at)
     threshold = entropies[low] + part * (entropies[low + 1] - entropies[low])
-    most = places_of(selection.highest_entropies(step, 0.2) & step.mask_RT)
+    most = places_of(selection.highest_entropies(step, 0.2))
     assert most == {(r, t) for r, t in covariances if step.entropies_RT[r, t] >= threshold}
 
 
@@ -347,11 +347,14 @@ def test_choices_by_hand():
     logprobs_RT = torch.tensor([[-1.0, -3.0, 0.0], [-1.0, -3.0, 0.0]])
     mask_RT = torch.tensor([[True, True, False]] * 2)
     entropies_RT = torch.tensor([[0.1, 0.9, 5.0], [0.5, 0.4, 5.0]])
-    step = selection.Step(logprobs_RT, entropies_RT, torch.tensor([[2.0], [-2.0]]), mask_RT, 0)
+    step = selection.Update(logprobs_RT, entropies_RT, torch.tensor([[2.0], [-2.0]]), mask_RT, 0)
     assert places_of(selection.largest_cov(step, 0.5)) == {(0, 0), (1, 1)}
     assert places_of(selection.some_of_high_cov(step, 0.5)) == {(0, 0), (1, 1)}
     # The quantile .75 of .1 .4 .5 .9 is .6
-    assert places_of(selection.highest_entropies(step, 0.25) & mask_RT) == {(0, 1)}
+    assert places_of(selection.highest_entropies(step, 0.25)) == {(0, 1)}
+    # No more where entropies are equal, as those of tokens with one kept id, which are 0
+    flat = dataclasses.replace(step, entropies_RT=torch.zeros(2, 3))
+    assert len(places_of(selection.highest_entropies(flat, 0.25))) == 1
 
 
 def parts_of(options, trained_B=None):
@@ -363,8 +366,8 @@ def parts_of(options, trained_B=None):
     new_BT = old_BT - 0.3 * noise_BT.flip(1) * mask_BT
     rows = list(range(len(batch.names)))
     batch = dataclasses.replace(batch, chosen={"nthr": 0.5 + 0.5 * (noise_BT > 0)})
-    batch = chosen_by_step(batch, [rows], old_BT, entropy_BT, options)
-    counts = minibatch_counts(batch, rows, options.lld_preserve)
+    batch = chosen_by_update(batch, [rows], old_BT, entropy_BT, options)
+    counts = update_counts(batch, rows, options.lld_preserve)
     return loss_of(batch, new_BT, entropy_BT, old_BT, old_BT - 0.1, old_BT, counts, 1.0, options)
 
 
@@ -391,12 +394,12 @@ def test_dropped_rows_are_as_if_they_had_not_been_played(aggregation):
     batch = make_batch()
     whole_B, _ = parts_of(options)
     counts, fewer = (
-        minibatch_counts(dataclasses.replace(batch, trained_B=mask_B), list(range(12)), "nonnegative")
+        update_counts(dataclasses.replace(batch, trained_B=mask_B), list(range(12)), "nonnegative")
         for mask_B in (None, trained_B)
     )
     assert (some_B[~trained_B] == 0).all() and fewer["rows"] == 8 < counts["rows"]
     kept = trained_B.nonzero()[:, 0].tolist()
-    alone = minibatch_counts(batch, kept, "nonnegative")
+    alone = update_counts(batch, kept, "nonnegative")
     assert alone == fewer
     if aggregation != "sequence_mean":  # the rows' losses differ by their denominators alone
         assert not torch.allclose(some_B[trained_B], whole_B[trained_B])
@@ -410,7 +413,7 @@ def test_numbers_that_are_none_in_a_dropped_row_or_outside_the_mask_do_not_reach
     )
     mask_BT = (batch.action_ids_BT > 0) & ~holes_B[:, None]
     old_BT = -1 - torch.sin(torch.arange(mask_BT.numel())).view(mask_BT.shape) / 2
-    counts = minibatch_counts(batch, list(range(12)), "nonnegative")
+    counts = update_counts(batch, list(range(12)), "nonnegative")
     options = Loss(
         kl_weight=0.1,
         kl_estimator=estimator,
@@ -565,7 +568,7 @@ def test_a_correction_weighs_the_policy_term_alone(kind):
     batch = make_batch()
     old_BT = batch.sampled_logprobs_BT - 0.3 * (batch.action_ids_BT > 0)
     new_BT = old_BT - 0.1
-    counts = minibatch_counts(batch, list(range(len(batch.names))), "nonnegative")
+    counts = update_counts(batch, list(range(len(batch.names))), "nonnegative")
     options = Loss(kl_weight=0.1)
 
     def terms(options, sampled_BT):

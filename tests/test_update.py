@@ -46,7 +46,9 @@ def test_micro_batch_size_does_not_change_the_gradient(changes):
         split, split_metrics, _ = two_steps(with_loss(**changes), size)
         assert max(relative(s, w) for s, w in zip(split, whole, strict=True)) < 1e-6
         for name, value in metrics.items():
-            assert split_metrics[name] == pytest.approx(value, abs=1e-6, rel=1e-6), name
+            # A float32 log-probability of 8 nats is off by 5e-7, and a response has twenty
+            noise = 1e-5 if "per_response" in name else 1e-6
+            assert split_metrics[name] == pytest.approx(value, abs=noise, rel=1e-6), name
 
 
 @pytest.mark.parametrize("size", [1, 12])
@@ -147,12 +149,12 @@ def test_passes_that_cannot_matter_are_not_made(updates, changes, share_scored, 
     assert float((scores.old_BT - before).abs().max()) < 1e-5
     assert torch.equal(scores.old_BT[scores.rows[0]], scores.new_BT[scores.rows[0]])
     assert all(float((scores.new_BT - scores.old_BT)[rows].abs().max()) > 1e-3 for rows in scores.rows[1:])
-    assert scores.divisor_BT is (batch.sampled_logprobs_BT if "old_logprobs" in changes else None)
+    assert scores.ratio_old_BT is (batch.sampled_logprobs_BT if "old_logprobs" in changes else None)
 
 
-@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("old_logprobs", ["trainer", "sampler"])
-def test_a_policy_that_has_not_moved_has_displaced_nothing(old_logprobs, half):
+def test_a_policy_that_has_not_moved_has_displaced_nothing(old_logprobs, bf16):
     """At learning rate 0 no gate of LLDS opens in any update and nothing counts as displaced, to the last
     bit, in bf16 as in float32.
 
@@ -171,7 +173,7 @@ def test_a_policy_that_has_not_moved_has_displaced_nothing(old_logprobs, half):
     episodes = make_episodes(12, len(tokenizer))
     batch = collate(episodes, torch.zeros(4, 3), tokenizer.pad_token_id)
     accelerator = Accelerator(cpu=True)
-    if half:
+    if bf16:
         accelerator.autocast = lambda: torch.autocast("cpu", torch.bfloat16)
     sampled_BT = score_batch(accelerator, policy, batch, cfg)
     sampled_BT += (

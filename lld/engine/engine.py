@@ -43,9 +43,9 @@ class Stopped:
     """
 
     key: tuple
-    token_ids: list[int]
-    logprobs: list[float]
-    reason: str  # "stop_string", "eos" or "length"
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    reason: str = ""  # "stop_string", "eos" or "length"; "" before it has ended
     kept_ids: array = field(default_factory=lambda: array("i"))
     kept_counts: list[int] = field(default_factory=list)
 
@@ -57,11 +57,9 @@ class Sequence:
     unread: list[int]  # tokens not yet fed to the model, among them the last sampled one
     state: int = RUNNING
     length: int = 0  # tokens whose keys and values are in the cache
-    token_ids: list[int] = field(default_factory=list)  # of this turn
-    logprobs: list[float] = field(default_factory=list)
-    uniforms: list[int] = field(default_factory=list)  # of this turn's tokens: the bits of a float64 each
-    kept_ids: array = field(default_factory=lambda: array("i"))  # of this turn, if they are kept
-    kept_counts: list[int] = field(default_factory=list)
+    turn: Stopped | None = None  # what this turn has sampled so far
+    # What this turn's tokens are drawn with: float64 in [0, 1), as int64 bits to travel with the token ids
+    uniforms: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -175,6 +173,7 @@ class Engine:
 
     @property
     def num_active(self) -> int:
+        """Slots with something to read or to sample."""
         return sum(sequence.state <= READY for sequence in self.rows)  # RUNNING or READY
 
     @property
@@ -232,9 +231,7 @@ class Engine:
         return self._sample(reading + copied, logits_SV, uniforms_S) if reading or copied else []
 
     def _begin_turn(self, sequence: Sequence, max_new_tokens: int) -> None:
-        sequence.token_ids = []
-        sequence.logprobs = []
-        sequence.kept_ids, sequence.kept_counts = array("i"), []
+        sequence.turn = Stopped(sequence.key)
         uniforms = torch.rand(max_new_tokens, generator=sequence.generator, dtype=torch.float64)
         sequence.uniforms = uniforms.view(torch.int64).tolist()
 
@@ -341,7 +338,7 @@ class Engine:
             tokens = [token for sequence in sequences for token in sequence.unread]
             ends = [sequence.length + count for sequence, count in zip(sequences, counts, strict=True)]
         self.cache.reserve(max(ends))
-        bits = [sequence.uniforms[len(sequence.token_ids)] for sequence in sequences]
+        bits = [sequence.uniforms[len(sequence.turn.token_ids)] for sequence in sequences]
         sent = self._to_device([*tokens, *ends, *counts, *bits])
         tokens_N, ends_A, counts_R, bits_R = sent.split([len(tokens), len(ends), len(counts), len(bits)])
         if replays:
@@ -387,22 +384,16 @@ class Engine:
         stopped = []
         drawn = sample_tokens(logits_SV, uniforms_S, *self.sampling)
         for sequence, (token, logprob, *kept) in zip(sequences, drawn, strict=True):
-            sequence.token_ids.append(token)
-            sequence.logprobs.append(logprob)
+            turn = sequence.turn
+            turn.token_ids.append(token)
+            turn.logprobs.append(logprob)
             for ids in kept:  # one with `keep_ids`, else none
-                sequence.kept_ids.frombytes(ids.numpy().tobytes())
-                sequence.kept_counts.append(len(ids))
+                turn.kept_ids.frombytes(ids.numpy().tobytes())
+                turn.kept_counts.append(len(ids))
             sequence.unread = [token]
             if reason := self._stop_reason(sequence, token):
-                sequence.state = PARKED
-                turn = (
-                    sequence.token_ids,
-                    sequence.logprobs,
-                    reason,
-                    sequence.kept_ids,
-                    sequence.kept_counts,
-                )
-                stopped.append(Stopped(sequence.key, *turn))
+                sequence.state, turn.reason = PARKED, reason
+                stopped.append(turn)
         return stopped
 
     def _stop_reason(self, sequence: Sequence, token: int) -> str | None:
@@ -410,10 +401,10 @@ class Engine:
             return "eos"
         if token in self.may_stop:
             text = self.tokenizer.decode(
-                sequence.token_ids[-self.tail :],
+                sequence.turn.token_ids[-self.tail :],
                 skip_special_tokens=False,
                 clean_up_tokenization_spaces=False,
             )
             if any(stop in text for stop in self.stop_strings):
                 return "stop_string"
-        return "length" if len(sequence.token_ids) == len(sequence.uniforms) else None
+        return "length" if len(sequence.turn.token_ids) == len(sequence.uniforms) else None

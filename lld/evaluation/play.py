@@ -113,8 +113,8 @@ def progress_bar(num_all: int, num_done: int, accelerator: Accelerator) -> tqdm:
 
 def open_engine(cfg: Config, tokenizer, device: torch.device) -> Engine:
     """The engine with the checkpoint's model, in bfloat16 on a GPU if training computes in bfloat16."""
-    half = device.type == "cuda" and cfg.model.mixed_precision == "bf16"
-    lm = load.engine_model(load.load_lm(cfg.model), device, half=half, share=True)
+    bf16 = device.type == "cuda" and cfg.model.mixed_precision == "bf16"
+    lm = load.engine_model(load.load_lm(cfg.model), device, bf16=bf16, share=True)
     load.check_fit(lm, tokenizer, cfg.rollout.max_episode_tokens)
     return rollout.open_engine(lm, tokenizer, cfg.rollout, cfg.eval)
 

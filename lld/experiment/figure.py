@@ -1,14 +1,15 @@
 """An experiment's record -> one figure: curves of its arms or how they end, by world and learning rate."""
 
-from collections.abc import Sequence
-from itertools import cycle, product
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 from lld.experiment import intervals
 from lld.experiment.outcomes import END, parse_curve
-from lld.experiment.tables import groups
+from lld.experiment.tables import EXPLODED, LLDS, groups, has_lost
 from lld.report.figure import COLORS, literal
 
 # Imported by the functions that draw: a run does not need matplotlib
@@ -24,12 +25,28 @@ CURVES = (
     ("curve_right", "log-likelihood of right responses"),
     ("curve_wrong", "log-likelihood of wrong responses"),
 )
-LLDS = "-llds"  # an arm so called is drawn beside the one without
+
+
+def end(name: str, row: dict) -> float | None:
+    return row.get(f"{name}_end")
+
+
+def gain(name: str, row: dict) -> float | None:
+    """End minus start: what is measured over the kept ids has another start than the rest."""
+    both = row.get(f"{name}_end"), row.get(f"{name}_start")
+    return None if None in both else both[0] - both[1]
+
+
+def growth(name: str, row: dict) -> float | None:
+    both = row.get(f"{name}_end"), row.get(f"{name}_start")
+    return None if None in both else both[0] / both[1]
+
+
 ENDINGS = (
-    ("em_end", f"exact match in training, last {END} steps"),
-    ("held_out_end", "exact match on held-out questions"),
-    ("entropy_wrong_end", "entropy of wrong responses (nats)"),
-    ("right_end", "log-likelihood of right responses"),
+    ("exact match on held-out questions", partial(end, "held_out")),
+    (f"exact match in training, last {END} steps", partial(end, "em")),
+    ("entropy of wrong responses, end / start", partial(growth, "entropy_wrong")),
+    ("right log-likelihood, end - start (nats)", partial(gain, "right")),
 )
 
 
@@ -70,12 +87,13 @@ def add_legend(figure: "Figure", handles: list) -> None:
     figure.legend(handles=handles, loc="outside upper left", ncols=8, frameon=False, fontsize=9)
 
 
-def plot_curves(drawn: Sequence[dict], figure_arms: dict[str, str]) -> "Figure":
+def plot_curves(drawn: Sequence[dict], parts: dict[str, dict[str, str]]) -> "Figure":
     """A row for each world and learning rate that most of the arms have, a column for each of CURVES."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    arms = list(figure_arms)
+    labels = {arm: label for part in parts.values() for arm, label in part.items()}
+    arms = list(labels)
     lines = groups(drawn, "world", "rate")
     num_arms = {place: len({row["arm"] for row in same}) for place, same in lines.items()}
     lines = {place: same for place, same in lines.items() if num_arms[place] == max(num_arms.values())}
@@ -90,62 +108,106 @@ def plot_curves(drawn: Sequence[dict], figure_arms: dict[str, str]) -> "Figure":
             dress(ax, unit if len(lines) == 1 else f"{unit}; {literal(world)}, lr {rate}")
     for ax in axes[-1]:
         ax.set_xlabel("step", fontsize=8)
-    handles = [Line2D([], [], label=literal(figure_arms[arm]), **style_of(arm, arms)) for arm in arms]
+    handles = [Line2D([], [], label=literal(labels[arm]), **style_of(arm, arms)) for arm in arms]
     handles.append(Line2D([], [], marker="X", linestyle="", color="#555", label="EM below 3/4 of its best"))
     add_legend(figure, handles)
     return figure
 
 
-def plot_endings(drawn: Sequence[dict], figure_arms: dict[str, str]) -> "Figure":
-    """A line for each arm, a column for each of ENDINGS: a small dot for each seed, a large one for their
-    mean, a bar for its 95 % interval; a colour for each world and learning rate, dashed where its first arm
-    has its mean. `ARM-llds` lies on ARM's line, hollow."""
+def plot_endings(drawn: Sequence[dict], parts: dict[str, dict[str, str]]) -> "Figure":
+    """A line for each arm under its heading, a column for each of ENDINGS, a colour for each world and rate.
+
+    A dot is a seed (a cross: it lost EM), a circle their mean, a bar its 95 % interval, from three seeds on.
+    `ARM-llds` lies on ARM's line, hollow, joined to it. Dashed: the mean of the first arm; dotted: above it
+    entropy counts as exploded.
+    """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    arms, lines = list(figure_arms), groups(drawn, "world", "rate")
-    figure = Figure(figsize=(13.2, 0.3 * len(arms) + 1.3), dpi=130, layout="constrained")
+    places = [place for head, part in parts.items() for place in [head, *part.items()] if place]
+    lines, first = groups(drawn, "world", "rate"), next(iter(next(iter(parts.values()))))
+    figure = Figure(figsize=(13.2, 0.3 * len(places) + 1.3), dpi=130, layout="constrained")
     axes = figure.subplots(1, len(ENDINGS), sharey=True)
     handles = []
-    for (world, rate), color in zip(lines, cycle(ARM_COLORS[1:]), strict=False):
-        label = f"{literal(world)}, lr {rate}"
+    for number, ((world, rate), color) in enumerate(zip(lines, cycle(ARM_COLORS[1:]), strict=False)):
+        label = literal(world if len({rate for _, rate in lines}) == 1 else f"{world}, lr {rate}")
         handles.append(Line2D([], [], marker="o", linestyle="", color=color, label=label))
-        for (place, arm), hollow in product(enumerate(arms), (False, True)):
-            of_arm = [row for row in lines[world, rate] if row["arm"] == arm + LLDS * hollow]
-            height = place + 0.7 * ((len(handles) - 0.75 + 0.5 * hollow) / len(lines) - 0.5)
-            for ax, (name, _) in zip(axes, ENDINGS, strict=True):
-                values = [row[name] for row in of_arm if row.get(name) is not None]
-                if values:
-                    draw_ending(ax, values, height, color, hollow)
-                    if place == 0 and not hollow:
-                        ax.axvline(fmean(values), color=color, linestyle=(0, (4, 3)), linewidth=0.8, zorder=1)
+        for height, (arm, _) in ((i, place) for i, place in enumerate(places) if isinstance(place, tuple)):
+            height += 0.8 * ((number + 0.25) / len(lines) - 0.5)
+            both = [[row for row in lines[world, rate] if row["arm"] == arm + end] for end in ("", LLDS)]
+            for ax, (_, value) in zip(axes, ENDINGS, strict=True):
+                means = [
+                    draw_ending(ax, rows, value, height + 0.4 / len(lines) * hollow, color, bool(hollow))
+                    for hollow, rows in enumerate(both)
+                ]
+                if None not in means:
+                    ax.plot(means, [height, height + 0.4 / len(lines)], color=color, linewidth=0.8, zorder=1)
+                if arm == first and means[0] is not None:
+                    ax.axvline(means[0], color=color, linestyle=(0, (4, 3)), linewidth=0.8, zorder=1)
     if any(row["arm"].endswith(LLDS) for row in drawn):
         handles.append(Line2D([], [], marker="o", linestyle="", color="#555", mfc="white", label="with LLDS"))
-    for ax, (_, unit) in zip(axes, ENDINGS, strict=True):
-        dress(ax, unit)
-        ax.set_yticks(range(len(arms)), [literal(label) for label in figure_arms.values()], fontsize=8)
-        ax.set_ylim(len(arms) - 0.5, -0.5)
+    handles.append(Line2D([], [], marker="x", linestyle="", color="#555", label="a seed that lost EM"))
+    label_endings(axes, places)
     add_legend(figure, handles)
     return figure
 
 
-def draw_ending(ax: "Axes", values: Sequence[float], height: float, color: str, hollow: bool) -> None:
-    mean, half = intervals.mean_interval(values)
+def label_endings(axes: Sequence["Axes"], places: Sequence[str | tuple[str, str]]) -> None:
+    """Names the columns and the lines, which are headings and (arm, label)."""
+    for ax, (unit, value) in zip(axes, ENDINGS, strict=True):
+        dress(ax, unit)
+        names = [literal(place if isinstance(place, str) else place[1]) for place in places]
+        ax.set_yticks(range(len(places)), names, fontsize=8)
+        ax.set_ylim(len(places) - 0.5, -0.5)
+        if value.func is growth:
+            ax.axvline(EXPLODED, color="#555", linestyle=(0, (1, 2)), linewidth=1, zorder=1)
+            ax.set_xscale("log", base=2)
+            ax.xaxis.set_major_formatter("{x:g}")
+    for label, place in zip(axes[0].get_yticklabels(), places, strict=True):
+        label.set_fontweight("bold" if isinstance(place, str) else "normal")
+
+
+def draw_ending(
+    ax: "Axes",
+    rows: Sequence[dict],
+    value: Callable[[dict], float | None],
+    height: float,
+    color: str,
+    hollow: bool,
+) -> float | None:
+    """Draws one arm's seeds; returns their mean, None without a value."""
+    seeds = [(value(row), has_lost(row)) for row in rows if value(row) is not None]
+    if not seeds:
+        return None
+    for marker, losing in ((".", False), ("x", True)):
+        some = [at for at, lost in seeds if lost is losing]
+        ax.plot(some, [height] * len(some), marker, color=color, alpha=0.6, markersize=4, zorder=2)
+    mean, half = intervals.mean_interval([at for at, _ in seeds])
     fill = {"mfc": "white"} if hollow else {}
-    ax.plot(values, [height] * len(values), ".", color=color, alpha=0.35, markersize=4, zorder=2)
-    ax.errorbar(mean, height, xerr=half, fmt="o", color=color, ms=4.5, linewidth=1.3, zorder=3, **fill)
+    bar = half if len(seeds) > 2 else None
+    ax.errorbar(mean, height, xerr=bar, fmt="o", color=color, ms=4.5, linewidth=1.3, zorder=3, **fill)
+    return mean
 
 
 # The values of an experiment's `figure`
 FIGURES = {"curves": plot_curves, "endings": plot_endings}
 
 
-def plot_experiment(rows: Sequence[dict], figure_arms: dict[str, str], path: str | Path, kind: str) -> None:
-    """Draws the played ones of `figure_arms` (arm -> label) into a PNG; `kind`: a key of FIGURES."""
-    beside = {arm + LLDS: arm for arm in figure_arms} if kind == "endings" else {}
-    drawn = [row for row in rows if row["arm"] in figure_arms or row["arm"] in beside]
-    found = {arm for row in drawn for arm in (row["arm"], beside.get(row["arm"]))}
-    played = {arm: label for arm, label in figure_arms.items() if arm in found}
-    if not played:
-        raise ValueError(f"no run of the arms to draw is in the record ({', '.join(figure_arms)})")
-    FIGURES[kind](drawn, played).savefig(path)
+def plot_experiment(
+    rows: Sequence[dict], figure_arms: dict[str, dict[str, str]], path: str | Path, kind: str
+) -> None:
+    """Draws the played ones of `figure_arms` (heading -> arm -> label) into a PNG; `kind` is in FIGURES."""
+    found = {row["arm"] for row in rows}
+    if kind == "endings":
+        found |= {arm.removesuffix(LLDS) for arm in found}
+    parts = {
+        head: {arm: label for arm, label in part.items() if arm in found}
+        for head, part in figure_arms.items()
+    }
+    parts = {head: part for head, part in parts.items() if part}
+    if not parts:
+        named = [arm for part in figure_arms.values() for arm in part]
+        raise ValueError(f"no run of the arms to draw is in the record ({', '.join(named)})")
+    arms = {arm for part in parts.values() for arm in part}
+    drawn = [row for row in rows if row["arm"] in arms or row["arm"].removesuffix(LLDS) in arms]
+    FIGURES[kind](drawn, parts).savefig(path)

@@ -7,8 +7,8 @@ earlier ones in the order options, world, block, arm. Blocks are in the order in
 block plays all its runs of one seed before those of the next, so that whatever was played until an
 interruption compares the arms evenly. `record` is the CSV that holds a row for each finished run, and is kept
 with the code; `pairs` are the arms that are compared, [[arm, other], …]; `law` are the arms of the fit of the
-onset (default: none); `figure_arms` are those that are drawn (default: all), a list or {arm: its label}, and
-`figure` tells how: curves (the default) or endings.
+onset (default: none); `figure_arms` are those that are drawn (default: all), a list, {arm: its label} or
+{heading: {arm: its label}}, and `figure` tells how: curves (the default) or endings.
 """
 
 import hashlib
@@ -127,7 +127,7 @@ class Experiment:
     runs: tuple[Run, ...]
     pairs: tuple[tuple[str, str], ...]
     law: tuple[str, ...]
-    figure_arms: dict[str, str]  # arm -> label
+    figure_arms: dict[str, dict[str, str]]  # heading ("" for none) -> arm -> label
     figure: str  # "curves" or "endings"
 
 
@@ -263,10 +263,7 @@ def load_experiment(
     worlds, arms = _check_named(tree, "worlds"), _check_named(tree, "arms")
     pairs = _check_pairs(tree, arms, path)
     law = _check_arms(tree, "law", arms, [], path)
-    drawn = tree.get("figure_arms", list(arms))
-    labels = drawn if isinstance(drawn, dict) else {}
-    drawn = _check_arms({"figure_arms": list(labels) or drawn}, "figure_arms", arms, [], path)
-    figure_arms = {arm: str(labels.get(arm, arm)) for arm in drawn}
+    figure_arms = _figure_arms(tree, arms, path)
     out = Path(out or tree["out"]).resolve()
     worlds_dir = Path(worlds_dir).resolve() if worlds_dir else out / "worlds"
     figure = tree.get("figure", "curves")
@@ -316,6 +313,17 @@ def _check_arms(tree: dict, name: str, arms: dict, default: list, path: str | Pa
         if not isinstance(arm, str) or arm not in arms:
             raise ValueError(f"{path}: {name} names {arm!r}, which is not among the arms ({', '.join(arms)})")
     return tuple(given)
+
+
+def _figure_arms(tree: dict, arms: dict, path: str | Path) -> dict[str, dict[str, str]]:
+    """The arms to draw with their labels, under their headings."""
+    given, figure_arms = tree.get("figure_arms", list(arms)), {}
+    headed = isinstance(given, dict) and all(isinstance(part, dict) for part in given.values())
+    for heading, drawn in (given if headed else {"": given}).items():
+        labels = drawn if isinstance(drawn, dict) else {}
+        names = _check_arms({"figure_arms": list(labels) or drawn}, "figure_arms", arms, [], path)
+        figure_arms[str(heading)] = {arm: str(labels.get(arm, arm)) for arm in names}
+    return figure_arms
 
 
 def _check_pairs(tree: dict, arms: dict, path: str | Path) -> tuple[tuple[str, str], ...]:

@@ -195,20 +195,21 @@ def train_command(run: Run, base: Path, script: Path) -> tuple[str, ...]:
 # command line
 
 
-def write_tables(experiment: Experiment, figure: str | None) -> str:
-    """The tables of the experiment's rows as Markdown; draws the figure if it has a path.
+def rows_of(experiment: Experiment) -> list[dict]:
+    """The recorded rows of the experiment's runs, in the order of its YAML; ValueError if there is none.
 
     A record may hold other experiments too; a run that they share has this one's names here.
     """
-    runs = {run.fingerprint: run for run in experiment.runs}
-    record = outcomes.read_record(experiment.record)
-    rows = [
-        row | {"world": runs[row["fingerprint"]].world, "arm": runs[row["fingerprint"]].arm}
-        for row in record
-        if row["fingerprint"] in runs
-    ]
-    if not rows:
+    record = {row["fingerprint"]: row for row in outcomes.read_record(experiment.record)}
+    found = [(run, record[run.fingerprint]) for run in experiment.runs if run.fingerprint in record]
+    if not found:
         raise ValueError(f"no run of this experiment is in {experiment.record}: play it, or give --record")
+    return [row | {"world": run.world, "arm": run.arm} for run, row in found]
+
+
+def write_tables(experiment: Experiment, figure: str | None) -> str:
+    """The tables of the experiment's rows as Markdown; draws the figure if it has a path."""
+    rows = rows_of(experiment)
     if figure:
         plot_experiment(rows, experiment.figure_arms, figure, experiment.figure)
     return tables.all_tables(experiment, rows)

@@ -15,6 +15,8 @@ from lld.record.contexts import CONTEXTS
 
 DASH = "–"
 EXPLODED = 2.0
+DEAD = 0.05
+LLDS = "-llds"  # an arm so called is shown beside the one without
 WIDTH = 110  # columns of text in docs/
 
 
@@ -83,7 +85,9 @@ def happened(name: str, rows: Sequence[dict]) -> str:
 
 
 def share(count: int, total: int) -> str:
-    """'3 of 5 (.15 to .95)': with the exact 95 % interval of the share."""
+    """'3 of 5 (.15 to .95)': with the exact 95 % interval of the share, which says nothing below three."""
+    if total < 3:
+        return f"{count} of {total}"
     low, high = intervals.share_interval(count, total)
     return f"{count} of {total} ({low:.2f} to {high:.2f})"
 
@@ -96,6 +100,11 @@ def has_exploded(row: dict) -> bool | None:
     """Whether the entropy of wrong responses ended above twice that of the start; None if there were none."""
     start, end = row["entropy_wrong_start"], row["entropy_wrong_end"]
     return None if None in (start, end) else end > EXPLODED * start
+
+
+def is_sick(row: dict) -> bool:
+    """Whether it ended exploded or dead: of a dead run hardly any wrong response has an advantage."""
+    return bool(has_exploded(row)) or row["em_end"] is None or row["em_end"] < DEAD
 
 
 def exploded(rows: Sequence[dict]) -> str:
@@ -228,6 +237,39 @@ def _pair(ones: Sequence[dict], others: Sequence[dict]) -> dict[str, str]:
         "gap": cell(differences("gap_end"), 2, signed=True),
         "valid actions": cell(differences("valid_end"), 2, signed=True),
     }
+
+
+BESIDE_TITLE = (
+    f"**Each loss alone -> with LLDS, {{world}}**: runs; how many lost EM (its mean over {END} steps fell "
+    f"below {FELL:.0%} of its best); how many ended exploded (entropy of wrong responses above {EXPLODED:g} "
+    f"times that of the start) or dead (EM below {DEAD}); held-out EM after the last step, ± 95 % t-interval "
+    "over seeds; what LLDS adds to it, over the seeds that both have."
+)
+BESIDE: dict[str, Callable[[Sequence[dict]], str]] = {
+    "runs": lambda rows: str(len(rows)),
+    "lost EM": lambda rows: str(sum(map(has_lost, rows))),
+    "exploded or dead": lambda rows: str(sum(map(is_sick, rows))),
+    "held out": partial(of, "held_out_end", 3),
+}
+
+
+def beside_llds(experiment: Experiment, rows: Sequence[dict], world: str) -> Table:
+    """The arms of `figure_arms` that a world has, each beside the arm with LLDS that is called like it."""
+    arms, table = groups([row for row in rows if row["world"] == world], "arm"), []
+    for heading, labels in experiment.figure_arms.items():
+        section = []
+        for arm, label in labels.items():
+            alone, beside = arms.get((arm,), []), arms.get((arm + LLDS,), [])
+            seeds = {row["seed"]: row["held_out_end"] for row in alone}
+            gains = [row["held_out_end"] - seeds[row["seed"]] for row in beside if row["seed"] in seeds]
+            pair = [alone, beside] if beside else [alone]
+            entry = {name: " -> ".join(column(rows) for rows in pair) for name, column in BESIDE.items()}
+            if alone:
+                section.append({"loss": label} | entry | {"LLDS adds": cell(gains, 3, signed=True)})
+        if heading and section:
+            section.insert(0, dict.fromkeys(section[0], "") | {"loss": f"**{heading}**"})
+        table += section
+    return table_of(BESIDE_TITLE.format(world=world), table)
 
 
 # ----------------------------------------------------------------------------------------------------

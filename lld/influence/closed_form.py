@@ -50,7 +50,7 @@ from lld.rollout import Budgets, check_prompts, open_engine, rollout
 from lld.running import checkpoint
 from lld.running.sharding import asked
 from lld.tools import RetrieverError, Search
-from lld.update import loss_of, minibatch_counts, score_batch, trained_temperature, update_policy
+from lld.update import loss_of, score_batch, trained_temperature, update_counts, update_policy
 from lld.weights import AGGREGATIONS
 
 CHUNK = 256  # tokens whose residuals over the vocabulary are in memory at once, twice
@@ -104,7 +104,7 @@ def loss_shares(batch: Batch, options: Loss) -> torch.Tensor:
 
     See `update.loss_of`.
     """
-    counts = minibatch_counts(batch, list(range(len(batch.names))), "nonnegative")
+    counts = update_counts(batch, list(range(len(batch.names))), "nonnegative")
     lengths_B = (batch.action_ids_BT > 0).sum(1)
     return AGGREGATIONS[options.aggregation](batch.advantages_B.double(), lengths_B, counts, options)
 
@@ -230,7 +230,7 @@ def true_change(
     """
     options, rows = policy_term_alone(cfg), list(range(len(batch.names)))
     part = batch.rows(rows, parameters[0].device)
-    counts = minibatch_counts(batch, rows, options.loss.lld_preserve)
+    counts = update_counts(batch, rows, options.loss.lld_preserve)
     kept = [tensor.detach().clone() for tensor in parameters]
     change_GN = []
     for row in rows:

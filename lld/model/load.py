@@ -128,14 +128,14 @@ def check_fit(lm, tokenizer, max_episode_tokens: int) -> None:
         )
 
 
-def engine_model(lm: nn.Module, device: torch.device, *, half: bool, share: bool = False) -> nn.Module:
-    """A frozen copy of `lm` for the engine, on `device`, in bfloat16 if `half`.
+def engine_model(lm: nn.Module, device: torch.device, *, bf16: bool, share: bool = False) -> nn.Module:
+    """A frozen copy of `lm` for the engine, on `device`, in bfloat16 if `bf16`.
 
     The same in training and in evaluation. Buffers keep their dtype: bf16 is too coarse for rotary
     frequencies (with Qwen2.5's, 1.15 rad off at position 1,000). With `share`, weights that need neither
     another device nor another dtype are those of `lm`, not copies.
     """
-    dtype = torch.bfloat16 if half else torch.float32
+    dtype = torch.bfloat16 if bf16 else torch.float32
     weights = {
         id(weight): nn.Parameter(weight.detach().to(device, dtype, copy=not share), requires_grad=False)
         for weight in lm.parameters()

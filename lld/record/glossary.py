@@ -22,7 +22,7 @@ GLOSSARY = {
     "em": "mean exact match of the training episodes, whatever the reward",
     "update": "optimizer step within the rollout step, from 0 (updates.jsonl)",
     "loss": (
-        "the minimised sum per optimizer step; in metrics.jsonl, as the next three, averaged over the "
+        "the minimised sum per optimizer step; in metrics.jsonl, as all loss/*, averaged over the "
         "step's updates"
     ),
     "loss/policy": "mean surrogate term per token (Eq. 1); near 0",
@@ -33,7 +33,7 @@ GLOSSARY = {
     "loss/weight": "mean product of the rules of loss.weights per token",
     "loss/nll": "mean of the penalty nll per token: -log pi where A > 0, 0 elsewhere, times its weight",
     "loss/kl_cov": "mean of the penalty kl_cov per token: |log ratio| of the chosen tokens",
-    "loss/kl": "mean k3 estimate of KL(policy || reference) per token, nats; slow growth",
+    "loss/kl": "mean estimate (loss.kl_estimator) of KL(policy || reference) per token, nats; slow growth",
     "loss/lld": "mean LLDS term per token of the model, before lambda; above 0 from the second update on",
     "lld_beta": "LLDS-MA's weight on answer tokens; 1 is plain LLDS",
     "entropy": (

@@ -16,6 +16,7 @@ from lld.episode import Episode
 from lld.files import append_jsonl, replace_file
 from lld.record.glossary import GLOSSARY
 from lld.reward import exact_match, gold_in_results
+from lld.selection import truncated
 from lld.tools import TOOLS
 
 
@@ -60,11 +61,6 @@ def has_gold(episode: Episode) -> bool | None:
     return gold_in_results(episode.question.golden_answers, contents)
 
 
-def is_truncated(episode: Episode) -> bool:
-    """Whether an episode exceeded the context, or one of its turns the token budget."""
-    return episode.stop_reason == "length" or any(turn.stop == "length" for turn in episode.turns)
-
-
 def describe_episodes(episodes: list[Episode], rewards_PG: torch.Tensor) -> dict[str, float]:
     """Metrics of a step's episodes and their rewards."""
     turns = [turn for episode in episodes for turn in episode.turns]
@@ -81,7 +77,7 @@ def describe_episodes(episodes: list[Episode], rewards_PG: torch.Tensor) -> dict
         "valid_actions": mean([turn.kind != "invalid" for turn in turns]),
         "valid_searches": mean([turn.kind == "search" for turn in attempts]),
         "answered": mean([e.stop_reason == "answer" for e in episodes]),
-        "truncated": mean([is_truncated(episode) for episode in episodes]),
+        "truncated": mean([truncated(episode) for episode in episodes]),
         "cut_passages": mean([turn.num_cut_passages for turn in searches]),
         "response_tokens": mean([e.num_model_tokens for e in episodes]),
         "episode_tokens": mean([len(e.prompt_ids) + len(e.token_ids) for e in episodes]),
@@ -142,6 +138,7 @@ class Timed:
             self.seconds += time.perf_counter() - start
 
     def reset(self) -> float:
+        """The seconds since the last reset, summed over threads."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
@@ -161,6 +158,7 @@ class Clock:
     def row(
         self, search_s: float, episodes: list[Episode], num_processes: int, trained_tokens: int
     ) -> dict[str, float]:
+        """time/* in seconds, speed/* in tokens a second; `search_s`: seconds inside the search."""
         sampled = sum(episode.num_model_tokens for episode in episodes)
         return {
             **{f"time/{name}_s": seconds for name, seconds in self.laps.items()},

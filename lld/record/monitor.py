@@ -1,8 +1,8 @@
 """Likelihood displacement, as exact means by class, part and turn, and the paper's other signals.
 
-All of it is computed from full (B, T) tensors of log-probabilities (`update.Scores`), which every rank holds,
-so no metric depends on micro-batches or the number of ranks. Displacement is log pi - log pi_old, the paper's
-Delta of Def. 4.1: negative if a token became less likely.
+All of it is computed from full (B, T) tensors of log-probabilities (`update.Scores`), which every process
+holds, so no metric depends on micro-batches or the number of processes. Displacement is log pi - log pi_old,
+the paper's Delta of Def. 4.1: negative if a token became less likely.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from lld.loss import GATES, MAX_LOG_RATIO, lld_gate
 from lld.protocol import PARTS
 from lld.record import contexts
 from lld.record.means import CLASSES, class_of, means
-from lld.reward import exact_match
+from lld.record.metrics import answer_match
 from lld.rules import CLIP_KINDS
 from lld.update import Scores
 
@@ -33,12 +33,12 @@ def displacement(
     rows: list[int],
     prefix: str = "",
     *,
-    half: bool = False,
+    bf16: bool = False,
 ) -> dict[str, float]:
     """Mean displacement of some rows per token, per action and per response, and shares below 0.
 
     Per token also by part and turn, with quantiles. The value of an action or a response is the sum over its
-    tokens, as in Def. 4.1 and Eq. 2. It counts as displaced if it fell by more than NOISE per token; `half`
+    tokens, as in Def. 4.1 and Eq. 2. It counts as displaced if it fell by more than NOISE per token; `bf16`
     selects the noise of bf16. Rows with a non-finite value are left out.
     """
     rows_R = torch.tensor(rows)
@@ -66,7 +66,7 @@ def displacement(
     class_A = class_R.repeat_interleave(turns + 1)[present_A]
     sums_R = delta_RT.sum(1)[fine_R]
     counts_R = (action_ids_RT > 0).sum(1)[fine_R]
-    noise = NOISE[half]
+    noise = NOISE[bf16]
     table |= _level(prefix, "token", delta_N, class_N, -noise)
     table |= _level(prefix, "action", sums_A[present_A], class_A, -noise * counts_A[present_A])
     table |= _level(prefix, "response", sums_R, class_R[fine_R], -noise * counts_R)
@@ -125,13 +125,13 @@ def policy_change(batch: Batch, scores: Scores, rows: list[int], cfg) -> dict[st
     rows_R = torch.tensor(rows)
     advantages_R = batch.advantages_B[rows_R]
     old_RT, new_RT = scores.old_BT[rows_R], scores.new_BT[rows_R]
-    divisor_RT = old_RT if scores.divisor_BT is None else scores.divisor_BT[rows_R]
+    ratio_old_RT = old_RT if scores.ratio_old_BT is None else scores.ratio_old_BT[rows_R]
     written_RT = batch.action_ids_BT[rows_R] > 0
-    log_ratio_RT = torch.where(written_RT, new_RT - divisor_RT, 0.0)
+    log_ratio_RT = torch.where(written_RT, new_RT - ratio_old_RT, 0.0)
     mask_RT = written_RT & (log_ratio_RT.isfinite().all(1) & advantages_R.isfinite())[:, None]
     if not mask_RT.any():
         return {}
-    if cfg.loss.kind in ("gspo", "gmpo"):  # one ratio a row
+    if cfg.loss.kind == "gspo":  # one ratio a row
         log_ratio_RT = (
             log_ratio_RT.sum(1, keepdim=True) / written_RT.sum(1, keepdim=True).clamp(min=1)
         ).expand_as(log_ratio_RT)
@@ -139,6 +139,8 @@ def policy_change(batch: Batch, scores: Scores, rows: list[int], cfg) -> dict[st
     advantages_N = advantages_R[:, None].expand_as(mask_RT)[mask_RT]
     low, high = clip_bounds(cfg.loss)
     clipped_N = ((advantages_N > 0) & (ratio_N > high)) | ((advantages_N < 0) & (ratio_N < low))
+    if cfg.loss.kind == "dual_clip":
+        clipped_N |= (advantages_N < 0) & (ratio_N > cfg.loss.clip_dual)
     class_N = class_of(advantages_N)
     tail_N = ratio_N.sort().values
     row = {
@@ -166,12 +168,10 @@ def sampler_gap(batch: Batch, scores: Scores) -> dict[str, float]:
     """|log p(trainer) - log p(sampler)| over the rows of the first update, which has the sampling policy."""
     rows = scores.rows[0]
     gap_N = (scores.new_BT[rows] - batch.sampled_logprobs_BT[rows]).abs()[batch.action_ids_BT[rows] > 0]
-    gap_N = gap_N[gap_N.isfinite()]
-    return (
-        {"sampler_gap/mean": float(gap_N.double().mean()), "sampler_gap/max": float(gap_N.max())}
-        if len(gap_N)
-        else {}
-    )
+    gap_N = gap_N[gap_N.isfinite()].double()
+    if not len(gap_N):
+        return {}
+    return {"sampler_gap/mean": float(gap_N.mean()), "sampler_gap/max": float(gap_N.max())}
 
 
 def episode_likelihoods(batch: Batch, old_BT: torch.Tensor, episodes: list[Episode]) -> dict[str, float]:
@@ -223,26 +223,22 @@ def action_sums(
 
 
 def is_right(episode: Episode) -> bool:
-    return episode.answer is not None and exact_match(episode.answer, episode.question.golden_answers) == 1.0
+    return answer_match(episode) == 1.0
 
 
 def first_passages(episode: Episode) -> frozenset | None:
     """The passages that the first action found; None if it was not a search."""
-    turn = episode.turns[0] if episode.turns else None
-    return (
-        frozenset(passage.contents for passage in turn.passages)
-        if turn is not None and turn.searched
-        else None
-    )
+    searched = [turn for turn in episode.turns[:1] if turn.searched]
+    return frozenset(passage.contents for passage in searched[0].passages) if searched else None
 
 
 def describe(batch: Batch, scores: Scores, episodes: list[Episode], cfg) -> dict[str, float]:
-    """One row for a rollout and all its updates; names in metrics.GLOSSARY."""
+    """One row for a rollout and all its updates; names in lld/record/glossary.py."""
     rows = list(range(len(batch.names)))
     row = _describe_rows(batch, scores, rows, cfg) | sampler_gap(batch, scores)
     row |= episode_likelihoods(batch, scores.old_BT, episodes) | contexts.describe(batch, scores, episodes)
     if scores.final_BT is not None:
-        row |= displacement(batch, scores.old_BT, scores.final_BT, rows, "final/", half=scores.half)
+        row |= displacement(batch, scores.old_BT, scores.final_BT, rows, "final/", bf16=scores.bf16)
     return row
 
 
@@ -253,5 +249,5 @@ def describe_update(batch: Batch, scores: Scores, update: int, cfg) -> dict[str,
 
 def _describe_rows(batch: Batch, scores: Scores, rows: list[int], cfg) -> dict[str, float]:
     row = policy_change(batch, scores, rows, cfg)
-    row |= displacement(batch, scores.old_BT, scores.new_BT, rows, half=scores.half)
+    row |= displacement(batch, scores.old_BT, scores.new_BT, rows, bf16=scores.bf16)
     return row | gates(batch, scores.anchor_BT, scores.new_BT, rows, cfg.loss.lld_tolerance)

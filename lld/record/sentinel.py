@@ -20,12 +20,7 @@ def choose_sentinel(batch: Batch, old_BT: torch.Tensor, episodes: list[Episode],
     ][:size]
     if not rows:
         return None
-    return take(dataclasses.replace(batch, sampled_logprobs_BT=old_BT), rows)
-
-
-def take(batch: Batch, rows: list[int]) -> Batch:
-    """Some rows of a batch, as a new batch."""
-    return batch.rows(rows)
+    return dataclasses.replace(batch, sampled_logprobs_BT=old_BT).rows(rows)
 
 
 def describe_sentinel(accelerator, policy, sentinel: Batch, cfg) -> dict[str, float]:

@@ -8,9 +8,9 @@ from lld.config import Config
 from lld.episode import Batch, Episode, Question, Turn, collate
 from lld.evaluate import episode_record, summarize
 from lld.record import metrics, monitor
-from lld.selection import chosen_by_step
+from lld.selection import chosen_by_update
 from lld.tools import TOOLS, Passage
-from lld.update import Scores, loss_of, minibatch_counts
+from lld.update import Scores, loss_of, update_counts
 
 GOLD, OTHER = "gold", "other"
 
@@ -61,10 +61,10 @@ def logged_names(cfg: Config) -> set[str]:
 def loss_terms(batch: Batch, scores: Scores, cfg: Config) -> dict[str, torch.Tensor]:
     rows = scores.rows[0]
     old_BT, new_BT = scores.old_BT, scores.new_BT
-    counts = minibatch_counts(batch, rows, cfg.loss.lld_preserve)
+    counts = update_counts(batch, rows, cfg.loss.lld_preserve)
     tables = (new_BT, scores.entropy_BT, old_BT, old_BT, old_BT)
     batch = replace(batch, chosen={"nthr": torch.ones_like(old_BT)})
-    batch = chosen_by_step(batch, [rows], old_BT, scores.entropy_BT, cfg.loss)
+    batch = chosen_by_update(batch, [rows], old_BT, scores.entropy_BT, cfg.loss)
     _, terms = loss_of(batch, *tables, counts, 1.0, cfg.loss)
     return terms
 

@@ -67,8 +67,8 @@ def load_models(
             "asks for others on top: merge them into their base first (docs/one-gpu.md), or continue that "
             "run with --resume"
         )
-    half = accelerator.mixed_precision == "bf16"
-    lm = load_lm(cfg.model, torch.bfloat16 if half else torch.float32).to(accelerator.device)
+    bf16 = accelerator.mixed_precision == "bf16"
+    lm = load_lm(cfg.model, torch.bfloat16 if bf16 else torch.float32).to(accelerator.device)
     check_fit(lm, tokenizer, cfg.rollout.max_episode_tokens)
     copy = rollout_copy(lm, cfg.model.lora_targets) if plays else None
     if cfg.model.gradient_checkpointing:
@@ -87,7 +87,7 @@ def load_models(
 
 def rollout_copy(lm: nn.Module, targets: tuple[str, ...]) -> nn.Module:
     """A copy of `lm`, which has no adapters yet, for the engine; matrices not in `targets` are shared."""
-    copy = engine_model(lm, lm.device, half=lm.dtype == torch.bfloat16, share=True)
+    copy = engine_model(lm, lm.device, bf16=lm.dtype == torch.bfloat16, share=True)
     own = {weight.data_ptr() for weight in lm.parameters()}
     for name, module in copy.named_modules():
         # The rest was copied already by `join_weights`

@@ -179,13 +179,13 @@ class Widths:
 
 def widths_of(cfg: config.Config, setup: Setup) -> Widths:
     """The widths of a run, from mixed precision, optimizer and sharding."""
-    half = setup.on_gpu and cfg.model.mixed_precision == "bf16"
-    stored = 2 if half and (cfg.optim.name == "adamw_offload" or cfg.model.lora_rank) else 4
+    bf16 = setup.on_gpu and cfg.model.mixed_precision == "bf16"
+    stored = 2 if bf16 and (cfg.optim.name == "adamw_offload" or cfg.model.lora_rank) else 4
     return Widths(
-        compute=2 if half else 4,
+        compute=2 if bf16 else 4,
         stored=stored,
-        stream=2 if half and (stored == 2 or setup.sharded) else 4,
-        cast=2 if half and stored == 4 and not setup.sharded else 0,
+        stream=2 if bf16 and (stored == 2 or setup.sharded) else 4,
+        cast=2 if bf16 and stored == 4 and not setup.sharded else 0,
         share=setup.processes if setup.sharded else 1,
     )
 
@@ -614,8 +614,8 @@ def disk_use(cfg: config.Config, shape: Shape) -> dict[str, tuple[float, str]]:
 
 def checkpoint_bytes(cfg: config.Config) -> int:
     """Bytes per weight in a checkpoint: weight, moments, and the snapshots that a lagged anchor needs."""
-    half = cfg.model.mixed_precision == "bf16"
-    size = {"adamw": 4 + 8, "adamw_8bit": 4 + 2, "adamw_offload": (2 if half else 4) + 12}[cfg.optim.name]
+    bf16 = cfg.model.mixed_precision == "bf16"
+    size = {"adamw": 4 + 8, "adamw_8bit": 4 + 2, "adamw_offload": (2 if bf16 else 4) + 12}[cfg.optim.name]
     if cfg.loss.lld_lag_steps > 0:
         size += 4 * (cfg.loss.lld_lag_steps + 1)
     return size

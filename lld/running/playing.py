@@ -63,7 +63,7 @@ def draw_groups(run: Run, step: int) -> tuple[list[Episode], dict[str, float]]:
     are drawn is a pure function of seed, step and number of the draw, so that nothing about it is in a
     checkpoint.
     """
-    cfg, asked, groups, lost = run.cfg, [], [], []
+    cfg, asked, groups, rewards, lost = run.cfg, [], [], [], []
     wanted, size = cfg.rollout.num_questions, cfg.rollout.group_size
     of_answers = dataclasses.replace(cfg.reward, overlong_max=0, overlong_cache=0)
     for draw in range(1 + cfg.rollout.extra_draws):
@@ -72,9 +72,10 @@ def draw_groups(run: Run, step: int) -> tuple[list[Episode], dict[str, float]]:
         if not cfg.rollout.extra_draws:
             return kept, dropped
         asked += [question.id for question in questions]
-        groups += [kept[start : start + size] for start in range(0, len(kept), size)]
+        drawn = [kept[start : start + size] for start in range(0, len(kept), size)]
+        groups += drawn
+        rewards += [score_episodes(group, run.tokenizer, of_answers) for group in drawn]
         lost.append(dropped)
-        rewards = [score_episodes(group, run.tokenizer, of_answers) for group in groups]
         mixed = [place for place in range(len(groups)) if len(set(rewards[place])) > 1]
         if len(mixed) >= wanted:
             break

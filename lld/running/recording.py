@@ -20,6 +20,7 @@ FIRST_REPORT = runs.WINDOW
 
 
 def due(step: int, every: int) -> bool:
+    """Whether `step` is a multiple of `every`; never where that is 0."""
     return every > 0 and step % every == 0
 
 

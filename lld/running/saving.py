@@ -74,7 +74,7 @@ def check_finite(run: Run) -> None:
 def check_last_weights(run: Run, batch: Batch) -> None:
     """Scores a few rows with the weights after the last step, since no later update will check them."""
     rows = list(range(min(len(batch.names), run.accelerator.num_processes)))
-    few = sentinel.take(batch, rows)
+    few = batch.rows(rows)
     if not score_batch(run.accelerator, run.models.policy, few, run.cfg).isfinite().all():
         raise NotFinite("log-probabilities are not finite after the last update")
 

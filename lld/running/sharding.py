@@ -145,7 +145,7 @@ def rollout_copy(lm, accelerator: Accelerator):
 
     In bf16 if mixed precision is bf16.
     """
-    return engine_model(lm, accelerator.device, half=accelerator.mixed_precision == "bf16")
+    return engine_model(lm, accelerator.device, bf16=accelerator.mixed_precision == "bf16")
 
 
 @torch.no_grad()

@@ -176,9 +176,9 @@ def gap() -> None:
 
     device, tokenizer = torch.device("cuda"), make_tokenizer()
     print("| computed in | tokens | mean gap | largest |\n|---|---|---|---|")
-    for half in (False, True):
+    for bf16 in (False, True):
         lm = make_lm(tokenizer, hidden_size=256, num_layers=6, scale=8.0)
-        twin = engine_model(lm, device, half=half)
+        twin = engine_model(lm, device, bf16=bf16)
         options = {"num_slots": 8, "temperature": 1.0, "top_p": 1.0, "stop_strings": (), "eos_ids": ()}
         engine = Engine(twin, tokenizer, **options, max_tokens=100)
         engine.add("row", list(range(20, 50)), list(range(8)), 40)
@@ -187,11 +187,11 @@ def gap() -> None:
             ended += engine.step()
         rows_BT = torch.tensor([[*range(20, 50), *stopped.token_ids] for stopped in ended])
         scored_BT = (torch.arange(rows_BT.shape[1]) >= 30).expand_as(rows_BT)
-        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=half):
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=bf16):
             policy = Policy(lm.to(device))
             trained_BT = policy(rows_BT.to(device), scored_BT.to(device))[0].cpu()
         gap_BT = (trained_BT[:, 30:] - torch.tensor([stopped.logprobs for stopped in ended])).abs()
-        kind = "bf16, trainer by autocast" if half else "float32"
+        kind = "bf16, trainer by autocast" if bf16 else "float32"
         print(f"| {kind} | {gap_BT.numel()} | {float(gap_BT.mean()):.1e} | {float(gap_BT.max()):.1e} |")
 
 

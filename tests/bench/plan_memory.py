@@ -262,8 +262,8 @@ def play_and_learn(shape, cfg, gpu: bool, note) -> None:
         group["lr"] = cfg.optim.lr
     questions = [Question(f"bench/{i}", QUESTION, ("nobody",), "bench") for i in range(options.num_questions)]
 
-    half = accelerator.mixed_precision == "bf16"
-    twin = engine_model(lm, accelerator.device, half=True) if half and dtype == torch.float32 else lm
+    bf16 = accelerator.mixed_precision == "bf16"
+    twin = engine_model(lm, accelerator.device, bf16=True) if bf16 and dtype == torch.float32 else lm
 
     def play(questions):
         with accelerator.autocast():

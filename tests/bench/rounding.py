@@ -39,13 +39,13 @@ TOLERANCES = (0.0, 0.001, 0.003, 0.01)
 CPU = torch.device("cpu")
 
 
-def play(cfg, tokenizer, lm, half: bool) -> Batch:
-    """A training step's episodes as a batch, sampled in bf16 where `half`."""
+def play(cfg, tokenizer, lm, bf16: bool) -> Batch:
+    """A training step's episodes as a batch, sampled in bf16 where `bf16`."""
     questions = load_questions(cfg.data.train, split="train", sources=())[: cfg.rollout.num_questions]
     options, sampling = cfg.rollout, dict(temperature=1.0, top_p=1.0, stop_strings=protocol.STOP_STRINGS)
-    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         engine = Engine(
-            load.engine_model(lm, CPU, half=half),
+            load.engine_model(lm, CPU, bf16=bf16),
             tokenizer,
             num_slots=80,
             eos_ids=eos_ids(lm, tokenizer),
@@ -71,7 +71,7 @@ def score(lm, batch: Batch, kind: str) -> torch.Tensor:
     lm = (
         copy.deepcopy(lm).double()
         if kind == "float64"
-        else load.engine_model(lm, CPU, half=kind == "bf16 weights")
+        else load.engine_model(lm, CPU, bf16=kind == "bf16 weights")
     )
     with torch.autocast("cpu", torch.bfloat16, enabled=kind in ("autocast", "bf16 weights")):
         return Policy(lm).eval()(batch.token_ids_BT, batch.action_ids_BT > 0)[0].double()
@@ -92,7 +92,7 @@ def gaps(cfg, tokenizer, lm) -> None:
         ("float32", kept_in_float32, ("float32",)),
     ):
         lm_head.float32_logits = decoder.float32_logits = function
-        batch = play(cfg, tokenizer, lm, half=name != "float32")
+        batch = play(cfg, tokenizer, lm, bf16=name != "float32")
         written_BT, exact_BT = batch.action_ids_BT > 0, score(lm, batch, "float64")
         for kind in kinds:
             trainer_BT = score(lm, batch, kind)
@@ -130,7 +130,7 @@ def open_tokens(
 
 def gates(cfg, tokenizer, lm) -> None:
     """One AdamW step on the first update's rows; falls of the other updates' rows."""
-    batch = play(cfg, tokenizer, lm, half=True)
+    batch = play(cfg, tokenizer, lm, bf16=True)
     plan = plan_updates(batch.lengths_B.tolist(), cfg.optim.updates_per_rollout, 1)
     first, others = plan[0][0], [row for shares in plan[1:] for row in shares[0]]
     own_BT = score(lm, batch, "autocast")

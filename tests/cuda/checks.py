@@ -139,7 +139,7 @@ def sampling() -> dict:
         expected = play(lm, tokenizer)
         with device():
             on_device = copy.deepcopy(lm).to("cuda")
-            joined = engine_model(lm, torch.device("cuda"), half=dtype == torch.bfloat16)
+            joined = engine_model(lm, torch.device("cuda"), bf16=dtype == torch.bfloat16)
             name = f"{kind} {str(dtype)[6:]}"
             cases = [("eager", joined, {}), ("graphs", joined, {"cuda_graphs": True, "max_tokens": 300})]
             for how, lm_there, options in [*cases, ("apart", on_device, {})]:
@@ -173,7 +173,7 @@ def flash_attn() -> dict:
     lm = make("qwen2", torch.bfloat16, len(tokenizer))
     before = spans_module.flash_attn_with_kvcache
     with device():
-        lm = engine_model(lm, torch.device("cuda"), half=True)
+        lm = engine_model(lm, torch.device("cuda"), bf16=True)
         with_flash_attn()
         SIM.reset()
         expected = play(lm, tokenizer)
@@ -241,7 +241,7 @@ def steps() -> dict:
     for layers in (LAYERS, 2 * LAYERS):
         lm = make_lm(tokenizer, num_layers=layers, vocab_size=2000)
         with device():
-            lm = engine_model(lm, torch.device("cuda"), half=True)
+            lm = engine_model(lm, torch.device("cuda"), bf16=True)
             cases = (("decode", 1.0, False), ("top-p", 0.3, False), ("autocast", 1.0, True))
             for name, top_p, cast in cases:
                 with torch.autocast("cuda", torch.bfloat16, enabled=cast):
