@@ -30,7 +30,7 @@ class Overheard:
     def step(self) -> list[Stopped]:
         stopped = self.engine.step()
         for sequence in self.engine.rows:
-            self.screen.writes(self._decode(sequence.token_ids), ended=bool(stopped))
+            self.screen.writes(self._decode(sequence.turn.token_ids), ended=bool(stopped))
         return stopped
 
     def search(self, queries: list[str]) -> list[list[Passage]]:
