@@ -13,6 +13,7 @@ from accelerate.utils import gather_object
 from lld.config import Config
 from lld.engine.engine import Engine
 from lld.episode import Episode, Question
+from lld.protocol import decode
 from lld.reward import cover_exact_match, exact_match, gold_in_results, token_f1
 from lld.rollout import Budgets, rollout
 from lld.tools import Search, Unplayed
@@ -77,20 +78,17 @@ def episode_record(tokenizer, episode: Episode) -> dict:
     """One episode as plain JSON types: scores in [0, 1], counts, and turns as text."""
     question, answer = episode.question, episode.answer
 
-    def decode(token_ids):
-        return tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
     def score(metric):
         return 0.0 if answer is None else metric(answer, question.golden_answers)
 
     turns = [
         {
-            "text": decode(episode.token_ids[turn.start : turn.end]),
+            "text": decode(tokenizer, episode.token_ids[turn.start : turn.end]),
             "kind": turn.kind,
             "content": turn.content,
             "stop": turn.stop,
             "passages": [passage.contents for passage in turn.passages],
-            "observation": decode(episode.token_ids[turn.end : turn.observation_end]),
+            "observation": decode(tokenizer, episode.token_ids[turn.end : turn.observation_end]),
         }
         for turn in episode.turns
     ]

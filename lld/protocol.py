@@ -255,6 +255,11 @@ def check_observation_budget(tokenizer, topk: int, max_tokens: int) -> None:
     render_observation(tokenizer, [long] * topk, max_tokens)
 
 
+def decode(tokenizer, token_ids: list[int]) -> str:
+    """The text of token ids as they are, special tokens and spaces included."""
+    return tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
 def eos_ids(lm, tokenizer) -> tuple[int, ...]:
     """Every id that ends a turn.
 

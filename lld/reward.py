@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from lld.config import Reward
 from lld.episode import Episode
-from lld.protocol import ACTION_TAGS, TAGS
+from lld.protocol import ACTION_TAGS, TAGS, decode
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _NO_TAGS = rf"(?:(?!</?(?:{'|'.join(TAGS)})>).)*"
@@ -225,14 +225,12 @@ def overlong_punishment(num_tokens: int, cfg: Reward) -> float:
 
 def score_episodes(episodes: list[Episode], tokenizer, cfg: Reward) -> list[float]:
     """The reward of each episode, less its overlong punishment."""
-
-    def decode(ids):
-        return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
     scores = []
     for episode in episodes:
-        turn_texts = [decode(episode.token_ids[turn.start : turn.end]) for turn in episode.turns]
-        observations = [decode(episode.token_ids[turn.end : turn.observation_end]) for turn in episode.turns]
+        turn_texts = [decode(tokenizer, episode.token_ids[turn.start : turn.end]) for turn in episode.turns]
+        observations = [
+            decode(tokenizer, episode.token_ids[turn.end : turn.observation_end]) for turn in episode.turns
+        ]
         scores.append(
             score_text(
                 turn_texts,

@@ -184,9 +184,7 @@ class _Conversations:
     def hear(self, stopped: Stopped) -> None:
         """Records a sampled turn; ends the episode, sends the corrective message or queues a call."""
         episode = self.episodes[stopped.key]
-        text = self.tokenizer.decode(
-            stopped.token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        text = protocol.decode(self.tokenizer, stopped.token_ids)
         action = protocol.parse_action(text, self.specials)
         start = len(episode.token_ids)
         episode.token_ids += stopped.token_ids
@@ -288,8 +286,6 @@ class _Conversations:
         low, high = 0, len(token_ids)
         while low < high:
             middle = (low + high + 1) // 2
-            text = self.tokenizer.decode(
-                token_ids[:middle], skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
+            text = protocol.decode(self.tokenizer, token_ids[:middle])
             low, high = (middle, high) if len(text) <= offset else (low, middle - 1)
         return low

@@ -48,10 +48,7 @@ class Overheard:
         self.engine.extend(key, token_ids, max_new_tokens)
 
     def _decode(self, token_ids: list[int]) -> str:
-        text = self.engine.tokenizer.decode(
-            token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return self.specials.sub("", text)
+        return self.specials.sub("", protocol.decode(self.engine.tokenizer, token_ids))
 
 
 class Agent:

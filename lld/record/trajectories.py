@@ -3,12 +3,13 @@
 import dataclasses
 import json
 from array import array
+from functools import partial
 from pathlib import Path
 
 from lld.episode import Batch, Episode, Question, Turn
 from lld.files import write_jsonl
 from lld.loss import GATES, lld_gate
-from lld.protocol import Passage
+from lld.protocol import Passage, decode
 from lld.reward import exact_match
 from lld.update import Scores
 
@@ -135,9 +136,6 @@ def describe(
         "final": scores.final_BT,
     }
 
-    def decode(ids):
-        return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
     records = []
     for place, row in enumerate(rows):
         episode = episodes[row]
@@ -147,12 +145,12 @@ def describe(
         about = dataclasses.asdict(episode)
         record = {
             "step": step,
-            "prompt": decode(episode.prompt_ids),
+            "prompt": decode(tokenizer, episode.prompt_ids),
             "reward": rewards[row],
             "em": float(right),
             "advantage": float(batch.advantages_B[row]),
             "answer": episode.answer,
-            "tokens": pieces(decode, episode.token_ids),
+            "tokens": pieces(partial(decode, tokenizer), episode.token_ids),
         }
         for name in ("question", "sample", "unlucky", "stop_reason", "turns", "action_ids"):
             record[name] = about[name]
