@@ -59,7 +59,8 @@ class Run:
     tracker_name: str | None = None
     tracker_group: str | None = None  # of the run, where the tracker has groups
     tracker_tags: tuple[str, ...] = ()  # of the run, where the tracker has tags
-    # Use deterministic kernels (slower on a GPU); warn about operations that have none
+    # Use deterministic kernels (slower on a GPU); warn about operations that have none. Flash attention's
+    # backward pass, in bf16, is not made deterministic: torch does so only where it may refuse the others
     deterministic: bool = False
 
 
@@ -294,7 +295,7 @@ class Eval:
     max_turns: int = 4
     temperature: float = 0.0  # 0 is greedy
     top_p: float = 1.0  # as rollout.top_p
-    batch_size: int = 256  # questions between two writes of eval.py
+    batch_size: int = 256  # questions of a process between two writes of eval.py
 
 
 @dataclass(frozen=True)

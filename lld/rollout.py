@@ -237,6 +237,9 @@ class _Conversations:
         try:
             found = call()
         except RetrieverError as error:
+            error.__traceback__ = (
+                None  # a future keeps the error, its traceback this frame: the engine's cache
+            )
             for key in keys:
                 self._fail(key, str(error))
             return

@@ -140,6 +140,8 @@ def score_both(accelerator, policy, batch: Batch, plan, cfg: Config) -> tuple[to
             scores = score(policy, micro, cfg)
         for table_BT, scores_BT in zip((logprobs_BT, entropies_BT), scores, strict=True):
             table_BT[rows, : scores_BT.shape[1]] = scores_BT[: len(rows)].cpu()
+    if isinstance(policy, FSDPModule):
+        policy.reshard()  # FSDP2 keeps the root's weights gathered for a backward pass, which does not follow
     return logprobs_BT, entropies_BT
 
 

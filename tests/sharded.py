@@ -129,6 +129,12 @@ def three_steps(accelerator, case: str, sharded: bool) -> dict:
         "final_BT": score_batch(accelerator, policy, batch, cfg),
         "old_BT": scores.old_BT,
         "metrics": summarize_updates(update_rows),
+        "gathered": [
+            name
+            for model in (policy, reference)
+            for name, weight in model.named_parameters()
+            if sharded and not isinstance(weight, DTensor)
+        ],
     }
 
 

@@ -4,6 +4,8 @@ import ast
 import importlib.util
 import os
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -25,3 +27,25 @@ def test_its_imports_are_there(path, monkeypatch):
             module = importlib.import_module(node.module)
             for alias in node.names:
                 assert hasattr(module, alias.name) or importlib.import_module(f"{node.module}.{alias.name}")
+
+
+def test_a_part_of_the_gpu_day_is_stopped_with_its_children(tmp_path, monkeypatch):
+    """A child that goes on would hold the GPU beside the next part."""
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "bench"))
+    import gpu_day
+
+    child = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    command = ["-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"]
+    part = gpu_day.Part("slow", 2, command, None)
+    found = gpu_day.carry_out(part, tmp_path, False, 2)
+    assert found["outcome"] == "stopped after 2 s"
+    pid, deadline = int(found["output"]), time.monotonic() + 10
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_running(pid)
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process is there and no zombie."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"

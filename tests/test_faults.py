@@ -2,11 +2,13 @@
 nothing else."""
 
 import dataclasses
+import gc
 import json
 import random
 import socket
 import struct
 import time
+import weakref
 import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock, Thread
@@ -14,12 +16,13 @@ from threading import Lock, Thread
 import pytest
 import torch
 from conftest import make_tokenizer
-from test_rollout import play
+from test_rollout import BUDGETS, ScriptedEngine, play, rollout
 from test_train import rows, write_config
 
 import train
 from lld import episode as episode_module
 from lld import protocol, settings
+from lld.episode import Question
 from lld.model.load import load_tokenizer
 from lld.protocol import Passage
 from lld.running import setup
@@ -261,6 +264,23 @@ def test_a_failed_search_ends_its_episodes_and_no_others(overlap):
     )
     with pytest.raises(RetrieverError, match="gone"):
         play(tokenizer, failing_once, turns * 2, overlap_search=overlap, max_failed_groups=1)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_failed_search_keeps_no_engine_in_memory(overlap):
+    """Its traceback held the engine, and so 15 GB of cache during the update."""
+    turns = [[["<search> bad </search>", "<answer> never </answer>"]]]
+    tokenizer = make_tokenizer()
+    engine, questions = ScriptedEngine(tokenizer, turns), [Question("q/0", "who?", ("gold",), "q")]
+    options = BUDGETS | {"overlap_search": overlap, "max_failed_groups": 1}
+    gone = weakref.ref(engine)
+    gc.disable()
+    try:
+        rollout(engine, tokenizer, questions, failing_once, num_samples=1, seed=0, step=0, **options)
+        del engine
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_updates_take_any_number_of_rows():

@@ -76,6 +76,7 @@ def test_three_steps_have_the_gradients_of_one_process(found, alone, case, kind)
     two, one = found[f"{case}, {kind}"], alone[case]
     assert found["processes"] == 2 and len(two["gradients"]) == len(one["gradients"]) == 3
     assert max(relative(a, b) for a, b in zip(two["gradients"], one["gradients"], strict=True)) < 1e-5
+    assert not two["gathered"], "whole weights stay on every process after scoring"
     for name in ("old_BT", "final_BT"):
         assert (two[name] - one[name]).abs().max() < 1e-5
     for name, value in one["metrics"].items():

@@ -962,13 +962,15 @@ def test_run_json_keeps_every_session_and_other_code_is_told(own_world, folder, 
         train.main(["--config", str(path), "--resume", "run.steps=3"]) == 0
         and "resumed with other" not in capsys.readouterr().err
     )
-    code = provenance.of_code()
+    code, alive = provenance.of_code(), []
     monkeypatch.setattr(provenance, "of_code", lambda: code | {"code": "other", "torch": "9.9"})
+    monkeypatch.setattr(survive.Guard, "sign_of_life", lambda self: alive.append(self.now[0]))
     assert train.main(["--config", str(path), "--resume", "run.steps=4", "monitor.trajectories_every=3"]) == 0
     assert (
         f"resumed with other torch {torch.__version__} -> 9.9, code {code['code']} -> other: from step 3 on"
         in capsys.readouterr().err
     )
+    assert "update" in alive, "every pass of an update is a sign of life"
     about = folder / "own" / "run.json"
     told = json.loads(about.read_text())
     assert (

@@ -73,8 +73,9 @@ def play_missing(
     if accelerator.is_main_process:
         folder.claim_index(out, search.fingerprint)
     engine = open_engine(cfg, tokenizer, accelerator.device)
+    size = cfg.eval.batch_size * accelerator.num_processes
     with progress_bar(num_all, num_done, accelerator) as bar:
-        for name, missing in missing_chunks(benchmarks, done, cfg.eval.batch_size):
+        for name, missing in missing_chunks(benchmarks, done, size):
             bar.set_description(name)
             before = bar.n
             records = evaluate_questions(

@@ -17,6 +17,9 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     def __init__(self, weights, dtype: torch.dtype, **options):
         self.weights = list(weights)
+        self.gradients: list[
+            torch.Tensor
+        ] = []  # on the CPU, kept: new memory at every step is several times slower
         super().__init__(
             [nn.Parameter(weight.detach().to("cpu", torch.float32, copy=True)) for weight in self.weights],
             fused=True,
@@ -32,8 +35,9 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
-        for weight, master in zip(self.weights, self.masters, strict=True):
-            master.grad = None if weight.grad is None else weight.grad.to("cpu")
+        self.gradients = self.gradients or [torch.empty_like(master) for master in self.masters]
+        for weight, master, gradient in zip(self.weights, self.masters, self.gradients, strict=True):
+            master.grad = None if weight.grad is None else gradient.copy_(weight.grad)
         super().step()
         self._publish()
 

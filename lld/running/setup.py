@@ -113,6 +113,9 @@ def open_accelerator(cfg: Config) -> Accelerator:
         cpu=not on_gpu,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=patience)],
     )
+    if on_gpu and cfg.optim.name == "adamw_offload":
+        # Its step is work of the CPU, and `accelerate launch` asks for one thread.
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
     if sharding.is_asked(accelerator) and cfg.monitor.crash_box:
         raise ValueError(
             f"monitor.crash_box = {cfg.monitor.crash_box} with sharded weights: a box is kept whole by one "
@@ -257,6 +260,8 @@ def begin_session(run: Run, inputs: dict[str, str]) -> None:
     """
     cfg, accelerator = run.cfg, run.accelerator
     run.guard.watch(run.dir, accelerator, cfg.run.watchdog_s)
+    # The updates of a step may take longer than the watchdog waits.
+    run.models.bare.register_forward_hook(lambda *_: run.guard.sign_of_life())
     if accelerator.is_main_process:
         first_step = run.progress.num_steps
         notice = provenance.begin_session(run.dir, cfg, first_step, inputs, accelerator.num_processes)

@@ -155,6 +155,9 @@ class Guard:
         self.now, self.alive = (name, self.now[1] if step is None else step), time.monotonic()
         self._write()
 
+    def sign_of_life(self) -> None:
+        self.alive = time.monotonic()
+
     def ticks(self, bar: tqdm) -> Callable[[int], None]:
         """`bar.update` that also counts as a sign of life, and raises Interrupted after a signal."""
         # Not bar.n: the bar is disabled on all ranks but the first, and its n stays 0.

@@ -12,6 +12,7 @@ does not end the others. What a part prints as a table is read into the JSON; it
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,7 +45,7 @@ def parts(folder: Path) -> list[Part]:
     train = [str(ROOT / "train.py"), "--config", str(ROOT / "configs" / "tiny.yaml"), *TINY_RUN]
     train += [f"{name}={folder}/world{rest}" for name, rest in PATHS.items()]
     train += [f"run.dir={folder}/run", f"eval.benchmarks={{tiny: {folder}/world/heldout.jsonl}}"]
-    tests = ["-m", "pytest", "-q", str(ROOT / "tests" / "test_cuda_paths.py")]
+    tests = ["-m", "pytest", "-v", "-m", "not whole_runs", str(ROOT / "tests" / "test_cuda_paths.py")]
     tiny = ["--shape", "tiny", "--slots", "4", "--context", "40"]
     mfu = [bench["update_mfu"], "--shapes", "tiny", "--tokens", "1200"]
     found = [Part("device tests", 100, tests, tests, hooked=False)]
@@ -109,13 +110,17 @@ def carry_out(part: Part, folder: Path, pretend: bool, seconds: float) -> dict:
     began, outcome = time.monotonic(), "ok"
     with open(folder / "output.txt", "w+") as output:
         process = subprocess.Popen(
-            [sys.executable, *before, *command], env=environment, stdout=output, stderr=subprocess.STDOUT
+            [sys.executable, *before, *command],
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             code = process.wait(seconds)
             outcome = "ok" if code == 0 else f"exit code {code}"
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # its children too: they would hold the GPU
             process.wait()
             outcome = f"stopped after {seconds:.0f} s"
         output.seek(0)

@@ -25,7 +25,7 @@ sys.path[:0] = [str(Path(__file__).parent.parent.parent), str(Path(__file__).par
 from rollout_speed import shaped_tokenizer
 
 from lld.engine import graphs, spans
-from lld.engine.engine import Engine
+from lld.engine.engine import PASS_TOKENS, Engine
 from lld.model.joined import join_weights
 
 SHAPES = {  # hidden, ffn, layers, heads, key heads, vocabulary
@@ -105,7 +105,9 @@ def measure_decode(
     if mode.startswith("flash-attn") and kernel is None:
         raise ValueError(f"mode = {mode!r}: flash-attn is not installed (requirements-gpu.txt)")
     hidden, _, layers, heads, key_heads, vocabulary = SHAPES[shape]
-    lm, turns = make_lm(shape, device), 2 * graphs.REPEATS + steps + 8
+    lm = make_lm(shape, device)
+    # Rows that are read first sample while the others are read: none may end before the clock stops
+    turns = 2 * graphs.REPEATS + steps + 8 + -(-slots * context // PASS_TOKENS)
     num_weights = sum(p.numel() for p in lm.parameters()) - vocabulary * hidden  # the embedding is looked up
     kept = 2 * 2 * layers * key_heads * (hidden // heads)  # bytes of a token's keys and values
     options = {"num_slots": slots, "temperature": 0, "top_p": 1.0, "stop_strings": (), "eos_ids": ()}
@@ -123,6 +125,7 @@ def measure_decode(
         for _ in range(2 * graphs.REPEATS):  # rows of one length meet a shape often enough for its capture
             engine.step()
         step = seconds(engine.step, device, steps)
+        assert engine.num_active == slots, "rows ended while they were timed"
     finally:
         spans.flash_attn_with_kvcache = kernel
     bound = (2 * num_weights + kept * slots * context) / bandwidth(device)
