@@ -6,9 +6,9 @@
 Without --config the options are those of the run that the checkpoint lies in, RUN/config.yaml.
 
 OUT (default: DIR/eval) receives <benchmark>.jsonl, one record a question, written every `eval.batch_size`
-questions, and results.json. The same command again continues where a killed one stopped. Also runs under
-`accelerate launch`. Exit codes: 0 done; 2 a mistake in what was asked for; 3 the search failed, 7 OUT cannot
-be written (what was done is kept).
+questions of a process, and results.json. The same command again continues where a killed one stopped. Also
+runs under `accelerate launch`. Exit codes: 0 done; 2 a mistake in what was asked for; 3 the search failed, 7
+OUT cannot be written (what was done is kept).
 """
 
 import argparse

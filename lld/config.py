@@ -49,7 +49,7 @@ class Run:
     save_every: int = 50  # steps between checkpoints
     # Newest checkpoints to keep, besides the best on held-out questions; 0 keeps all
     keep_checkpoints: int = 3
-    # Seconds without a new phase or a finished episode after which a process exits; 0 never
+    # Seconds without a new phase, a finished episode or a forward pass after which a process exits; 0 never
     watchdog_s: float = 1800.0
     # Trackers of accelerate: "tensorboard", "wandb", …
     trackers: tuple[str, ...] = ()

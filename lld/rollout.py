@@ -237,9 +237,7 @@ class _Conversations:
         try:
             found = call()
         except RetrieverError as error:
-            error.__traceback__ = (
-                None  # a future keeps the error, its traceback this frame: the engine's cache
-            )
+            error.__traceback__ = None  # a future keeps the error, and its frames the engine
             for key in keys:
                 self._fail(key, str(error))
             return

@@ -140,9 +140,15 @@ def score_both(accelerator, policy, batch: Batch, plan, cfg: Config) -> tuple[to
             scores = score(policy, micro, cfg)
         for table_BT, scores_BT in zip((logprobs_BT, entropies_BT), scores, strict=True):
             table_BT[rows, : scores_BT.shape[1]] = scores_BT[: len(rows)].cpu()
-    if isinstance(policy, FSDPModule):
-        policy.reshard()  # FSDP2 keeps the root's weights gathered for a backward pass, which does not follow
+    reshard(policy)
     return logprobs_BT, entropies_BT
+
+
+def reshard(model) -> None:
+    """Gives back, after a forward pass alone, the weights that FSDP2 keeps gathered for a backward pass."""
+    for module in model.modules() if isinstance(model, FSDPModule) else ():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def score_batch(accelerator, policy, batch: Batch, cfg: Config, num_updates: int = 1) -> torch.Tensor:

@@ -111,6 +111,8 @@ def three_steps(accelerator, case: str, sharded: bool) -> dict:
         OPTIONS | {"rollout": rollout, "optim": OPTIONS["optim"] | optim, "loss": OPTIONS["loss"] | loss}
     )
     tokenizer = make_tokenizer()
+    # Where it is false, all layers stay gathered after a forward pass
+    os.environ["FSDP_RESHARD_AFTER_FORWARD"] = "false" if case == "tied" else "true"
     place = (
         (lambda model: sharding.shard(model, accelerator))
         if sharded
@@ -163,11 +165,11 @@ def some_tokens(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def in_bf16(accelerator) -> dict:
     """FSDP2 that computes in bf16: types, and the gradient beside the float32 one."""
-    half = SimpleNamespace(
+    bf16 = SimpleNamespace(
         mixed_precision="bf16", device=accelerator.device, num_processes=accelerator.num_processes
     )
     found = {}
-    for name, kind in (("float32", accelerator), ("bf16", half)):
+    for name, kind in (("float32", accelerator), ("bf16", bf16)):
         lm = new_lm("ragged").train()
         twin, policy = sharding.rollout_copy(lm, kind), sharding.shard(Policy(lm), kind)
         token_ids_BT, scored_BT = some_tokens(0)

@@ -215,6 +215,7 @@ def test_every_path_inside_the_tiny_world_moves_to_the_world_of_the_run():
         ({"pairs": [["grpo", "ppo"]]}, "pairs names 'ppo', which is not among the arms"),
         ({"pairs": ["grpo"]}, "must be a list of [arm, arm it is compared with]"),
         ({"law": "grpo"}, "law = 'grpo': must be a list of arms"),
+        ({"figure_arms": {}}, "figure_arms = {}: must be a list of arms"),
         ({"figure_arms": {"a heading": {"ppo": "PPO"}}}, "figure_arms names 'ppo', which is not among"),
         ({"law": [["grpo"]]}, "law names ['grpo'], which is not among the arms"),
         ({"grids": [{"arms": [{"grpo": 1}]}]}, "grids[0]: arms names {'grpo': 1}"),
@@ -758,6 +759,10 @@ def test_endings_draw_an_arm_with_llds_hollow_on_the_line_of_the_arm_without(tmp
     assert fills[0.3] == "white" != fills[0.2]
     assert [0.2, 0.3] in [list(line.get_xdata()) for line in ax.lines if line.get_linestyle() == "-"]
     assert [text.get_text() for text in figures[0].legends[0].get_texts()][-2] == "with LLDS"
+    rows += [record_of("dapo", "2e-4", 0, 0.2)]
+    outcome_figure.plot_experiment(rows, {"": {"dapo": "x"}}, tmp_path / "a.png", "curves")
+    assert len(figures[1].axes) == 2 * 4, "both rates, although one has an arm with LLDS too"
+    rows = rows[:2]
     with pytest.raises(ValueError, match="no run of the arms to draw"):  # curves draw what is named
         outcome_figure.plot_experiment(rows[1:], {"": {"dapo": "x"}}, tmp_path / "a.png", "curves")
 
@@ -773,11 +778,13 @@ def test_the_table_of_losses_beside_llds_by_hand(tmp_path):
     ]
     rows[1] |= {"entropy_wrong_start": 1.0, "entropy_wrong_end": 2.1}  # exploded
     rows[2] |= {"em_end": 0.04}  # dead
+    rows += [record_of("grpo-llds", "2e-4", 1, 0.3, held_out_end=0.3)]  # no run without LLDS at this rate
+    rows += [record_of("dapo-llds", "1e-4", 0, 0.3)]  # nothing held out
     table = tables.beside_llds(planned, rows, "easy")
     assert "-> with LLDS, easy**" in table.title and table.rows == [
         ("**one**", "", "", "", "", ""),
-        ("GRPO", "2 -> 1", "1 -> 0", "1 -> 1", "0.150 ± 0.635 -> 0.300", "+0.200"),
-        ("DAPO", "1", "0", "0", "0.500", "–"),
+        ("GRPO", "2 -> 2", "1 -> 0", "1 -> 1", "0.150 ± 0.635 -> 0.300 ± 0.000", "+0.200"),
+        ("DAPO", "1 -> 1", "0 -> 0", "0 -> 0", "0.500 -> –", "–"),
     ]
     assert not tables.beside_llds(planned, rows, "hard").rows
 

@@ -10,6 +10,7 @@ import struct
 import time
 import weakref
 import zlib
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock, Thread
 
@@ -25,6 +26,7 @@ from lld import protocol, settings
 from lld.episode import Question
 from lld.model.load import load_tokenizer
 from lld.protocol import Passage
+from lld.retrieval.client import Client
 from lld.running import setup
 from lld.tools import RetrieverError
 
@@ -267,8 +269,11 @@ def test_a_failed_search_ends_its_episodes_and_no_others(overlap):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_failed_search_keeps_no_engine_in_memory(overlap):
+@pytest.mark.parametrize("over_http", [False, True])
+def test_a_failed_search_keeps_no_engine_in_memory(over_http, overlap):
     """Its traceback held the engine, and so 15 GB of cache during the update."""
+    client = Client(["http://127.0.0.1:9"], timeout_s=1, retries=1)
+    search = partial(client.search, topk=1) if over_http else failing_once
     turns = [[["<search> bad </search>", "<answer> never </answer>"]]]
     tokenizer = make_tokenizer()
     engine, questions = ScriptedEngine(tokenizer, turns), [Question("q/0", "who?", ("gold",), "q")]
@@ -276,7 +281,7 @@ def test_a_failed_search_keeps_no_engine_in_memory(overlap):
     gone = weakref.ref(engine)
     gc.disable()
     try:
-        rollout(engine, tokenizer, questions, failing_once, num_samples=1, seed=0, step=0, **options)
+        rollout(engine, tokenizer, questions, search, num_samples=1, seed=0, step=0, **options)
         del engine
         assert gone() is None
     finally:

@@ -522,7 +522,8 @@ def test_a_folder_that_cannot_be_written_is_named(folder, capsys, monkeypatch):
 def test_without_a_checkpoint_none_is_called_untouched_and_the_advice_can_be_followed(tmp_path):
     assert (
         ending.after_disk(tmp_path, False)
-        == "There is no checkpoint yet: make room or mend the folder's permissions, then start the run again."
+        == "There is no checkpoint yet: make room, mend the permissions or remove what is in the way, then "
+        "start the run again."
     )
     (tmp_path / "config.yaml").write_text("")
     assert "then continue with --resume" in ending.after_disk(tmp_path, False)

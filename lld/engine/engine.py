@@ -58,8 +58,7 @@ class Sequence:
     state: int = RUNNING
     length: int = 0  # tokens whose keys and values are in the cache
     turn: Stopped | None = None  # what this turn has sampled so far
-    # What this turn's tokens are drawn with: float64 in [0, 1), as int64 bits to travel with the token ids
-    uniforms: list[int] = field(default_factory=list)
+    uniforms: list[int] = field(default_factory=list)  # to draw the turn's tokens with: bits of float64
 
 
 @dataclass

@@ -96,8 +96,8 @@ def play_missing(
 def missing_chunks(benchmarks: dict[str, list[Question]], done: dict[str, set[str]], batch_size: int):
     """Yields (benchmark, its next questions without a record).
 
-    Chunk boundaries do not depend on what was done before, so that a resumed evaluation batches its questions
-    as an uninterrupted one does.
+    Chunk boundaries do not depend on what was done before, so that an evaluation resumed on as many processes
+    batches its questions as an uninterrupted one does.
     """
     for name, questions in benchmarks.items():
         for start in range(0, len(questions), batch_size):

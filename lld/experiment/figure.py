@@ -39,7 +39,7 @@ def gain(name: str, row: dict) -> float | None:
 
 def growth(name: str, row: dict) -> float | None:
     both = row.get(f"{name}_end"), row.get(f"{name}_start")
-    return None if None in both else both[0] / both[1]
+    return both[0] / both[1] if None not in both and both[1] > 0 else None
 
 
 ENDINGS = (
@@ -209,5 +209,6 @@ def plot_experiment(
         named = [arm for part in figure_arms.values() for arm in part]
         raise ValueError(f"no run of the arms to draw is in the record ({', '.join(named)})")
     arms = {arm for part in parts.values() for arm in part}
-    drawn = [row for row in rows if row["arm"] in arms or row["arm"].removesuffix(LLDS) in arms]
+    beside = {arm + LLDS for arm in arms} if kind == "endings" else set()
+    drawn = [row for row in rows if row["arm"] in arms | beside]
     FIGURES[kind](drawn, parts).savefig(path)

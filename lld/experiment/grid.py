@@ -318,7 +318,7 @@ def _check_arms(tree: dict, name: str, arms: dict, default: list, path: str | Pa
 def _figure_arms(tree: dict, arms: dict, path: str | Path) -> dict[str, dict[str, str]]:
     """The arms to draw with their labels, under their headings."""
     given, figure_arms = tree.get("figure_arms", list(arms)), {}
-    headed = isinstance(given, dict) and all(isinstance(part, dict) for part in given.values())
+    headed = isinstance(given, dict) and given and all(isinstance(part, dict) for part in given.values())
     for heading, drawn in (given if headed else {"": given}).items():
         labels = drawn if isinstance(drawn, dict) else {}
         names = _check_arms({"figure_arms": list(labels) or drawn}, "figure_arms", arms, [], path)

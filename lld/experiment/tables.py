@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import log
+from operator import itemgetter
 from statistics import fmean, median
 
 from lld.config import Config
@@ -260,8 +261,10 @@ def beside_llds(experiment: Experiment, rows: Sequence[dict], world: str) -> Tab
         section = []
         for arm, label in labels.items():
             alone, beside = arms.get((arm,), []), arms.get((arm + LLDS,), [])
-            seeds = {row["seed"]: row["held_out_end"] for row in alone}
-            gains = [row["held_out_end"] - seeds[row["seed"]] for row in beside if row["seed"] in seeds]
+            same, held_out = itemgetter("rate", "steps", "seed"), itemgetter("held_out_end")
+            of_alone = {same(row): held_out(row) for row in alone}
+            pairs = [(held_out(row), of_alone.get(same(row))) for row in beside]
+            gains = [after - before for after, before in pairs if None not in (after, before)]
             pair = [alone, beside] if beside else [alone]
             entry = {name: " -> ".join(column(rows) for rows in pair) for name, column in BESIDE.items()}
             if alone:

@@ -85,8 +85,8 @@ def _read_passage(item: object, where: str) -> Passage:
     )
 
 
-def _read_body(reply: httpx.Response, end: float, late: TimedOut) -> bytes:
-    """The whole body; raises `late` once the clock passes `end`.
+def _read_body(reply: httpx.Response, end: float, late: str) -> bytes:
+    """The whole body; raises TimedOut(late) once the clock passes `end`.
 
     httpx's own timeout is per read, so it does not bound the whole reply.
     """
@@ -94,7 +94,7 @@ def _read_body(reply: httpx.Response, end: float, late: TimedOut) -> bytes:
     for piece in reply.iter_bytes():
         body += piece
         if time.monotonic() > end:
-            raise late
+            raise TimedOut(late)
         if len(body) > MAX_REPLY_BYTES:
             raise Malformed(f"a reply of more than {MAX_REPLY_BYTES} bytes")
     return bytes(body)
@@ -135,7 +135,7 @@ class Client:
             except Refused:
                 raise
             except RetrieverError as error:
-                failure = error
+                kind, reason = type(error), str(error)  # not the error: its traceback holds this frame
             # No pause before a server that has not been tried yet.
             rounds, waiting = divmod(attempt + 1, len(self.addresses))
             pause_s = 0.0 if waiting else min(BACKOFF_S * 2 ** (rounds - 1), MAX_BACKOFF_S)
@@ -144,14 +144,14 @@ class Client:
             if pause_s:
                 time.sleep(pause_s)
         attempts = f"{attempt + 1} attempt{'s' if attempt else ''}"
-        raise type(failure)(
-            f"retriever {address} failed {attempts} with {len(queries)} queries; last reason: {failure}; "
+        raise kind(
+            f"retriever {address} failed {attempts} with {len(queries)} queries; last reason: {reason}; "
             f"{REMEDY}"
         )
 
     def _ask(self, address: str, queries: list[str], topk: int, timeout_s: float) -> list[list[Passage]]:
         end = time.monotonic() + timeout_s
-        late = TimedOut(f"no reply within {timeout_s:.3g} s (retriever.timeout_s, retriever.deadline_s)")
+        late = f"no reply within {timeout_s:.3g} s (retriever.timeout_s, retriever.deadline_s)"
         try:
             with self.http.stream(
                 "POST",
@@ -163,7 +163,7 @@ class Client:
             if reply.status_code == 200:
                 return read_result(json.loads(body), len(queries), topk)
         except httpx.TimeoutException:
-            raise late from None
+            raise TimedOut(late) from None
         except httpx.HTTPError as error:
             raise Unreachable(f"{type(error).__name__}: {error}") from None
         except (ValueError, RecursionError) as error:  # not JSON, or of another shape
@@ -184,9 +184,9 @@ class Client:
                 with self.http.stream(
                     "GET", address.removesuffix("/retrieve") + "/health", timeout=self.timeout_s
                 ) as reply:
-                    fingerprint = json.loads(
-                        _read_body(reply, time.monotonic() + self.timeout_s, TimedOut("/health"))
-                    )["fingerprint"]
+                    fingerprint = json.loads(_read_body(reply, time.monotonic() + self.timeout_s, "/health"))[
+                        "fingerprint"
+                    ]
             except (RetrieverError, httpx.HTTPError, ValueError, KeyError, TypeError, RecursionError):
                 fingerprint = None
             found.append(fingerprint if isinstance(fingerprint, str) else None)

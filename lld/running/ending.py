@@ -146,7 +146,7 @@ def after_disk(run_dir: Path, gone: bool) -> str:
     again = (
         f"continue with --resume {run_dir}" if (run_dir / "config.yaml").exists() else "start the run again"
     )
-    return f"{left}: make room or mend the folder's permissions, then {again}."
+    return f"{left}: make room, mend the permissions or remove what is in the way, then {again}."
 
 
 def leave_report(guard: survive.Guard, box: Path | None) -> None:

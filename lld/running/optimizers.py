@@ -17,9 +17,8 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     def __init__(self, weights, dtype: torch.dtype, **options):
         self.weights = list(weights)
-        self.gradients: list[
-            torch.Tensor
-        ] = []  # on the CPU, kept: new memory at every step is several times slower
+        # On the CPU, and kept: new memory at every step is several times slower.
+        self.gradients: list[torch.Tensor] = []
         super().__init__(
             [nn.Parameter(weight.detach().to("cpu", torch.float32, copy=True)) for weight in self.weights],
             fused=True,

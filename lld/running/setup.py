@@ -210,8 +210,8 @@ def load_models(
     lm = load_lm(start)
     check_fit(lm, tokenizer, cfg.rollout.max_episode_tokens)
     dtype = optimizers.weight_dtype(cfg.optim, accelerator.mixed_precision)
-    half_copy = accelerator.mixed_precision == "bf16" and dtype == torch.float32
-    needs_copy = plays and (sharded or half_copy or cfg.rollout.weights != "trainer")
+    bf16_copy = accelerator.mixed_precision == "bf16" and dtype == torch.float32
+    needs_copy = plays and (sharded or bf16_copy or cfg.rollout.weights != "trainer")
     rollout_copy = sharding.rollout_copy(lm, accelerator) if needs_copy else None
     if cfg.model.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -261,7 +261,10 @@ def begin_session(run: Run, inputs: dict[str, str]) -> None:
     cfg, accelerator = run.cfg, run.accelerator
     run.guard.watch(run.dir, accelerator, cfg.run.watchdog_s)
     # The updates of a step may take longer than the watchdog waits.
-    run.models.bare.register_forward_hook(lambda *_: run.guard.sign_of_life())
+    guard, models = run.guard, run.models
+    for model in (models.bare, models.reference, models.anchor):
+        if isinstance(model, torch.nn.Module):
+            model.register_forward_hook(lambda *_: guard.sign_of_life())
     if accelerator.is_main_process:
         first_step = run.progress.num_steps
         notice = provenance.begin_session(run.dir, cfg, first_step, inputs, accelerator.num_processes)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from lld.model import adapters, coarse
 from lld.model.load import engine_model
 from lld.policy import Policy
+from lld.update import reshard
 
 
 def asked(name: str) -> bool:
@@ -100,8 +101,7 @@ def parameters(policy) -> dict[str, torch.Tensor]:
 
     Where some are frozen (lld/running/lora.py), only the others.
     """
-    if is_sharded(policy):
-        policy.reshard()  # a pass without gradients leaves the root group gathered
+    reshard(policy)
     found = {name.removeprefix("lm."): weight for name, weight in policy.named_parameters()}
     return {name: weight for name, weight in found.items() if weight.requires_grad} or found
 

@@ -1,8 +1,8 @@
 """Keep a long run from being lost: signal handlers, watchdog, heartbeat, and a console that may go away.
 
-The watchdog is a thread. If there is no sign of life (a phase starts, an episode finishes) for
-`run.watchdog_s` seconds, it prints rank and phase, writes the stack of every thread to the run folder, saves
-a checkpoint if that is safe, and ends the process.
+The watchdog is a thread. If there is no sign of life (a phase starts, an episode finishes, a model is called)
+for `run.watchdog_s` seconds, it prints rank and phase, writes the stack of every thread to the run folder,
+saves a checkpoint if that is safe, and ends the process.
 """
 
 import errno

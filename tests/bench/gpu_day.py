@@ -119,9 +119,12 @@ def carry_out(part: Part, folder: Path, pretend: bool, seconds: float) -> dict:
         try:
             code = process.wait(seconds)
             outcome = "ok" if code == 0 else f"exit code {code}"
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # its children too: they would hold the GPU
+        except BaseException as error:
+            # Its children too: they would hold the GPU.
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
             outcome = f"stopped after {seconds:.0f} s"
         output.seek(0)
         text = output.read()
