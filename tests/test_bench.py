@@ -36,9 +36,9 @@ def test_a_part_of_the_gpu_day_is_stopped_with_its_children(tmp_path, monkeypatc
 
     child = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     command = ["-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"]
-    part = gpu_day.Part("slow", 2, command, None)
-    found = gpu_day.carry_out(part, tmp_path, False, 2)
-    assert found["outcome"] == "stopped after 2 s"
+    part = gpu_day.Part("slow", 6, command, None)
+    found = gpu_day.carry_out(part, tmp_path, False, 6)
+    assert found["outcome"] == "stopped after 6 s"
     pid, deadline = int(found["output"]), time.monotonic() + 10
     while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.05)

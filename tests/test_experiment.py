@@ -787,6 +787,11 @@ def test_the_table_of_losses_beside_llds_by_hand(tmp_path):
         ("DAPO", "1 -> 1", "0 -> 0", "0 -> 0", "0.500 -> –", "–"),
     ]
     assert not tables.beside_llds(planned, rows, "hard").rows
+    titles = {
+        kind: tables.all_tables(dataclasses.replace(planned, figure=kind), rows)
+        for kind in ("curves", "endings")
+    }
+    assert ["with LLDS, easy" in text for text in titles.values()] == [False, True]
 
 
 def test_every_figure_that_an_experiment_may_ask_for_is_there(tmp_path):

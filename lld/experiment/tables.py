@@ -369,7 +369,9 @@ def all_tables(experiment: Experiment, rows: Sequence[dict]) -> str:
         f"{experiment.name}: {len(rows)} of {len(experiment.runs)} runs played, their rows in "
         f"{experiment.record.name}, commit {', '.join(commits) or 'unknown'}."
     )
+    worlds = dict.fromkeys(row["world"] for row in rows) if experiment.figure == "endings" else ()
     tables = [
+        *[beside_llds(experiment, rows, world) for world in worlds],
         by_arm(rows, OUTCOMES_TITLE, OUTCOMES),
         by_arm(rows, LIKELIHOODS_TITLE, LIKELIHOODS),
         compared(rows, experiment.pairs),

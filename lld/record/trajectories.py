@@ -10,7 +10,7 @@ from lld.episode import Batch, Episode, Question, Turn
 from lld.files import write_jsonl
 from lld.loss import GATES, lld_gate
 from lld.protocol import Passage, decode
-from lld.reward import exact_match
+from lld.record.metrics import answer_match
 from lld.update import Scores
 
 
@@ -139,7 +139,6 @@ def describe(
     records = []
     for place, row in enumerate(rows):
         episode = episodes[row]
-        right = episode.answer is not None and exact_match(episode.answer, episode.question.golden_answers)
         start = len(episode.prompt_ids)
         end = start + len(episode.token_ids)
         about = dataclasses.asdict(episode)
@@ -147,7 +146,7 @@ def describe(
             "step": step,
             "prompt": decode(tokenizer, episode.prompt_ids),
             "reward": rewards[row],
-            "em": float(right),
+            "em": answer_match(episode),
             "advantage": float(batch.advantages_B[row]),
             "answer": episode.answer,
             "tokens": pieces(partial(decode, tokenizer), episode.token_ids),
