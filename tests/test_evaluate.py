@@ -813,3 +813,26 @@ def test_a_gpu_evaluates_the_model_that_training_plays_with(world, monkeypatch):
 
     assert all(torch.equal(one, other) for one, other in zip(tensors(opened[0]), tensors(twin), strict=True))
     assert all(torch.equal(one, other) for one, other in zip(tensors(opened[1]), tensors(lm), strict=True))
+
+
+def test_each_process_plays_a_full_batch_of_every_chunk(world, tmp_path, monkeypatch):
+    """`batch_size` counts a process's questions: three processes share chunks of three times as many."""
+    cfg = settings.load(
+        str(world / "tiny.yaml"),
+        [f"model.path={world / 'ckpt'}", "eval.batch_size=2"],
+    )
+    benchmarks = {"nq": data.load_benchmark(cfg, "nq")}
+    played = []
+    monkeypatch.setattr(play_module.folder, "claim_index", lambda *_: None)
+    monkeypatch.setattr(
+        play_module,
+        "evaluate_questions",
+        lambda engine, tokenizer, questions, *_, **__: played.append(len(questions)) or [],
+    )
+    for processes, chunks in ((1, [2, 2, 2, 2, 1]), (3, [6, 3])):
+        played.clear()
+        accelerator = SimpleNamespace(
+            is_main_process=True, num_processes=processes, device=torch.device("cpu")
+        )
+        play_module.play_missing(benchmarks, tmp_path, cfg, accelerator)
+        assert played == chunks

@@ -1,15 +1,18 @@
 """The optimizers that make one GPU enough: what they compute, what they keep where, and that they resume."""
 
 import copy
+import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import make_lm
 
+from lld import settings
 from lld.config import Optim
 from lld.policy import Policy
-from lld.running import optimizers
+from lld.running import optimizers, setup
 
 IDS_BT = torch.arange(60).view(2, 30)
 SCORED_BT = IDS_BT % 30 > 0  # the first token has nothing to be predicted from
@@ -134,3 +137,19 @@ def test_accelerate_leaves_the_offloaded_state_where_it_is(tokenizer):
         group["lr"] = 1e-3
     for a, b in zip(expected, steps(policy, optimizer, 2), strict=True):
         assert torch.equal(a, b)
+
+
+def test_only_offloaded_adamw_takes_every_cpu_core(monkeypatch):
+    """`accelerate launch` asks for one thread, and the offloaded step is work of the CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        setup, "Accelerator", lambda **_: SimpleNamespace(num_processes=1, device=torch.device("cpu"))
+    )
+    monkeypatch.setattr(setup, "set_seed", lambda seed: None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    for name, threads in (("adamw", []), ("adamw_offload", [12])):
+        asked.clear()
+        setup.open_accelerator(settings.from_dict({"optim": {"name": name}}))
+        assert asked == threads
