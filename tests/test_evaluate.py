@@ -20,6 +20,7 @@ from lld import config, data, evaluate, protocol, rollout, settings
 from lld.engine.engine import Engine
 from lld.episode import Question
 from lld.evaluate import bootstrap_means, paper_averages, percentile_interval, summarize
+from lld.evaluation import options as options_module
 from lld.evaluation import play as play_module
 from lld.evaluation import scores as scores_module
 from lld.model import load
@@ -745,6 +746,11 @@ def test_without_a_config_the_runs_own_options_are_used(world, whole, tmp_path, 
     assert (
         f"options of {tmp_path / 'run' / 'config.yaml'}; search: bm25 over {world / 'corpus.jsonl'}; "
         f"benchmarks: nq = {world / 'nq.jsonl'}" in told
+    )
+    files = {"index": "theirs", "corpus": "c.jsonl", "oracle_questions": "q.jsonl", "replay": None}
+    told = options_module._what_is_read(ckpt, settings.from_dict({"retriever": files}), [], False)
+    assert told.endswith(
+        "search: the backend of the index over c.jsonl, theirs with encoder intfloat/e5-base-v2, q.jsonl"
     )
     results, records = read(ckpt / "eval")
     assert records == read(whole)[1] and results["config"]["run"]["dir"] == str(tmp_path / "run")

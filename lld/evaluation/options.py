@@ -79,8 +79,11 @@ def _refuse_elsewhere(path: Path, servers: list[str]) -> None:
 
 
 def _what_is_read(path: Path, cfg: Config, servers: list[str], questions: bool) -> str:
-    in_process = f"{cfg.retriever.backend} over {cfg.retriever.corpus}"
-    where = cfg.retriever.replay or ", ".join(servers) or in_process
+    options = cfg.retriever
+    index = f"{options.index} with encoder {options.encoder}" if options.index is not None else None
+    files = ", ".join(file for file in (options.corpus, index, options.oracle_questions) if file is not None)
+    in_process = f"{options.backend or 'the backend of the index'} over {files}"
+    where = options.replay or ", ".join(servers) or in_process
     told = f"options of {path}; search: {where}"
     if not questions:
         return told
