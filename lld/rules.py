@@ -91,6 +91,15 @@ MAX_SEED = 2**32 - 1  # the largest seed of numpy's generator
 AT_MOST = {"run.seed": MAX_SEED, "tinyworld.seed": MAX_SEED, "run.watchdog_s": 1e7, "plan.efficiency": 1}
 
 
+def clip_bounds(options: Loss) -> tuple[float, float]:
+    """Ratios below the first (where A < 0) and above the second (where A > 0) have no gradient."""
+    if options.kind == "gmpo":
+        return math.exp(-options.clip_low), math.exp(options.clip_high)
+    if options.kind not in CLIP_KINDS or options.kind == "cispo":
+        return 0.0, math.inf
+    return 1 - options.clip_low, 1 + options.clip_high
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """The hint "did you mean 'x'?" where one of `names` is similar to `name`, else the list of them."""
     close = difflib.get_close_matches(name, list(names), n=1)

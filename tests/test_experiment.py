@@ -820,3 +820,26 @@ def test_the_page_has_the_tables_of_its_record(name):
 if __name__ == "__main__":
     for name in PAGES:
         (ROOT / "docs" / name).write_text(page_of(name))
+
+
+def test_a_row_names_every_commit_of_its_run_and_whether_files_were_changed(tmp_path):
+    """Only the first commit was kept, cut so that the mark of changes was always lost."""
+    run = grid.load_experiment(write_experiment(tmp_path)).runs[0]
+    run.folder.mkdir(parents=True)
+    rows = [{"step": step, "reward/mean": 0.5, "em": 0.5} for step in range(12)]
+    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run.folder / "timings.jsonl").write_text("")
+
+    def commit(about):
+        (run.folder / "run.json").write_text(json.dumps(about))
+        return outcomes.record_of(run)["commit"]
+
+    one, other = "a" * 40, "b" * 40 + "+changes"
+    assert commit({"commit": one}) == "a" * 18 and commit({"commit": None}) == ""
+    assert commit({"commit": one, "sessions": [{"commit": one}, {"commit": other}, {"commit": one}]}) == (
+        "a" * 18 + " " + "b" * 18 + "+changes"
+    )
+    rows = [record_of("cut", "2e-4", 0, 0.1, commit=f"{one[:18]} {other[:18]}+changes")]
+    assert "commit aaaaaaa, bbbbbbb+changes." in tables.all_tables(
+        grid.load_experiment(write_experiment(tmp_path)), rows
+    )

@@ -15,7 +15,7 @@ from gradients import make_episodes
 
 from lld import settings as settings_module
 from lld.config import Loss
-from lld.episode import Turn, collate
+from lld.episode import Question, Turn, collate
 from lld.influence import closed_form
 from lld.influence.closed_form import (
     Group,
@@ -397,3 +397,24 @@ def test_without_out_the_figures_go_into_the_runs_folder_and_follow_no_link(tmp_
     (tmp_path / "run" / "influence" / "step_000040.png").symlink_to(tmp_path / "diary")
     with pytest.raises(ValueError, match="step_000040.png is a link"):
         where(ckpt)
+
+
+def test_a_group_whose_search_found_nothing_is_treated_as_in_training(monkeypatch):
+    """Dropped, or with `retriever.empty_results: show` played on with an empty block."""
+    from test_rollout import ScriptedEngine
+
+    tokenizer, questions = make_tokenizer(), [Question("q/0", "who?", ("gold",), "q")]
+    turns = [[["<search> none </search>", "<answer> no </answer>"], ["<answer> gold </answer>"]]]
+    monkeypatch.setattr(closed_form, "open_engine", lambda *_: ScriptedEngine(tokenizer, turns))
+    lm = SimpleNamespace(eval=lambda: None)
+    played = {}
+    for empty in ("drop", "show"):
+        cfg = settings_module.from_dict(
+            {
+                "retriever": {"empty_results": empty},
+                "rollout": {"num_questions": 10, "group_size": 2, "overlap_search": False},
+            }
+        )
+        groups = closed_form.play(lm, tokenizer, questions, lambda queries: [[] for _ in queries], cfg)
+        played[empty] = [[episode.answer for episode in group.episodes] for group in groups]
+    assert played == {"drop": [], "show": [["no", "gold"]]}

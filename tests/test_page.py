@@ -389,6 +389,27 @@ def test_compact_step_gives_back_what_was_recorded():
         ]
 
 
+def test_a_question_drawn_twice_in_a_step_is_two_groups(tmp_path):
+    rng = random.Random(0)
+    twice = [row for _ in range(2) for row in make_group(rng, 3, 0)]
+    path = tmp_path / "step_000003.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*twice, *make_group(rng, 3, 1)]))
+    groups = page.read_trajectories(path)
+    assert [[row["sample"] for row in group] for group in groups] == [[0, 1, 2, 3, 4]] * 3
+    assert [group[0]["question"]["id"] for group in groups] == ["made/3-0", "made/3-0", "made/3-1"]
+    assert groups[0] == twice[:5] and groups[1] == twice[5:]
+
+
+def test_the_clip_of_a_kind_that_has_none_has_no_bounds():
+    def clip(**options):
+        return page.clip_of(runs.with_defaults({f"loss.{name}": value for name, value in options.items()}))
+
+    assert clip(kind="grpo", clip_low=0.2, clip_high=0.3) == [0.8, 1.3]
+    assert clip(kind="gmpo", clip_low=0.4, clip_high=0.4) == pytest.approx([0.67032, 1.4918])
+    assert clip(kind="cispo") == clip(kind="sapo") == page.clip_of({}) == [0.0, None]
+    assert clip(kind="grpo", clip_low="many") == [0.0, None]
+
+
 def test_trajectories_are_thinned_evenly_to_the_room_there_is(tmp_path):
     assert page.evenly([10] * 9, 90) == list(range(9)) and page.evenly([10] * 9, 50) == [0, 2, 4, 6, 8]
     assert page.evenly([10] * 9, 5) == [8] and page.evenly([], 5) == []
@@ -433,13 +454,21 @@ def test_differences_methods_and_settings():
     other = base | {"loss.lld_weight": 0.2, "run.dir": "b", "run.seed": 1}
     third = base | {"data.train": "b/x.jsonl", "retriever.corpus": "b/y", "monitor.crash_box": 3}
     assert runs.differences([base, other]) == {"loss.lld_weight": [0.0, 0.2], "run.seed": [0, 1]}
-    assert runs.differences([base, third])["monitor.crash_box"] == [None, 3]
+    assert runs.differences([base, third])["monitor.crash_box"] == [0, 3]  # the first lacks it: the default
+    assert runs.differences([base, {}])["optim.lr"] == [1e-4, None]
     # The corpus says no more
     assert runs.settings([base, other]) == ["", ""] and runs.settings([base, third]) == [
         "data.train = a/x.jsonl",
         "data.train = b/x.jsonl",
     ]
     assert runs.differences([{"optim.lr": 1.0, "run.seed": 0}]) == {"optim.lr": [1.0, 1e-6]}
+    # Options that split the runs alike are told by one of them, which then must split them itself
+    starts = [
+        {"model.path": f"runs/{name}/checkpoints/step_000100", "rollout.top_p": top_p}
+        for name, top_p in (("x", 0.8), ("y", 1.0))
+    ]
+    assert runs.settings(starts) == [f"model.path = {some['model.path']}" for some in starts]
+    assert runs.settings([{"optim.lr": 1e-4}, {"optim.lr": 1e-4, "rollout.top_p": 1.0}]) == ["", ""]
     assert [
         runs.method(some)
         for some in (base, other, other | {"loss.lld_gate": "token", "loss.lld_answer_schedule": "paper"})
@@ -501,6 +530,12 @@ def test_outcome_of_a_run_that_rose_of_one_that_died_and_of_a_short_one():
     died = course([0.3, 0.1, *[0.0] * 18], [(step, 4) for step in range(5, 20)])
     assert died["verdict"] == "collapsed" and died["phases"] == {4: (5, 19, 15)}
     assert course([0.5] * 40, [(3, 1), (4, 1), (30, 1)])["phases"] == {1: (3, 30, 3)}
+    # Of 0 or of a punishment there is no share
+    rising = [0.0] * 15 + [0.02 * step for step in range(25)]
+    assert course(rising)["verdict"] == "rose" and course([0.0] * 40)["verdict"] == "held"
+    assert course([-0.2] * 20 + [-0.8] * 20)["verdict"] == "collapsed"
+    assert course([-0.8] * 20 + [-0.2] * 20)["verdict"] == "rose"
+    assert course([-0.2] * 20 + [-0.22] * 20)["verdict"] == "held"
     four = course([0.1, 0.3, 0.4, 0.6])["reward"]  # of ten steps there is but one window: 0.35 -> 0.35
     assert (four["first"], four["last"], four["best"], four["window"]) == pytest.approx((0.2, 0.5, 0.5, 2))
 
@@ -669,6 +704,75 @@ def test_colouring_switches_and_agrees_with_the_log(tmp_path, built):
     assert painted["author"] == [
         "by-" + ("", "think", "search", "answer")[row["part_ids"][t]] for row, t in written
     ]
+
+
+def with_options(folder, **options):
+    """A made run whose config.yaml has these options of the loss."""
+    path = folder / "config.yaml"
+    tree = yaml.safe_load(path.read_text())
+    tree["loss"] |= options
+    path.write_text(yaml.safe_dump(tree))
+    return folder
+
+
+@needs_browser
+def test_marks_of_clip_and_llds_follow_the_runs_own_loss(tmp_path):
+    """CISPO clips no gradient away, GSPO the whole response's; LLDS may hold A > 0 and large falls alone."""
+    losses = {
+        "grpo": {"clip_low": 0.01, "clip_high": 0.01},
+        "gspo": {"kind": "gspo", "clip_low": 0.01, "clip_high": 0.01},
+        "cispo": {"kind": "cispo", "clip_low": 0.01, "clip_high": 0.01},
+        "strict": {"lld_tolerance": 0.05},
+    }
+    made = [with_options(make_run(tmp_path / name, groups=1), **more) for name, more in losses.items()]
+    page.write_page(made, tmp_path / "report.html")
+    lines = (made[0] / "trajectories" / "step_000010.jsonl").read_text().splitlines()
+    rows = sorted(map(json.loads, lines), key=lambda row: (-row["reward"], row["sample"]))
+    written = [(row, t) for row in rows for t, action in enumerate(row["action_ids"]) if action]
+    change = [row["new"][t] - row["old"][t] for row, t in written]
+
+    def painted(run, color):
+        state = f"view=trajectories&run={run}&step=10&question=0&alike=0&color={color}"
+        return [name for name, _ in tokens(browse(tmp_path, tmp_path / "report.html", state))]
+
+    def cut(row, value):
+        return value > math.log(1.01) if row["advantage"] > 0 else value < math.log(0.99)
+
+    def mean(row):
+        values = [row["new"][t] - row["old"][t] for t, action in enumerate(row["action_ids"]) if action]
+        return sum(values) / len(values)
+
+    expected = [cut(row, value) for (row, _), value in zip(written, change, strict=True)]
+    assert [name.endswith("cut") for name in painted(0, "ratio")] == expected and any(expected)
+    whole = [cut(row, mean(row)) for row, _ in written]
+    assert [name.endswith("cut") for name in painted(1, "ratio")] == whole and len(set(whole)) == 2
+    assert not any(name.endswith("cut") for name in painted(2, "ratio"))
+    acts = [row["advantage"] >= 0 and value < -0.05 for (row, _), value in zip(written, change, strict=True)]
+    assert [name == "act" for name in painted(3, "gate_response")] == acts and any(acts)
+
+
+@needs_browser
+def test_runs_of_different_llds_are_not_averaged(tmp_path):
+    options = [{"lld_weight": 0.0}, {}, {"lld_weight": 5.0}, {"lld_preserve": "positive"}]
+    made = [with_options(make_run(tmp_path / f"run{k}"), **some) for k, some in enumerate(options)]
+    page.write_page(made, tmp_path / "report.html")
+    dom = html.unescape(browse(tmp_path, tmp_path / "report.html", "view=figures"))
+    assert ", mean of" not in dom and "GRPO + LLDS, weight 5, preserve nonnegative: run2" in dom
+    assert "λ = 0.2, preserve positive: run3" in dom
+
+
+@needs_browser
+def test_as_many_values_as_a_long_comparison_has_are_drawn(tmp_path):
+    """They were arguments of Math.min, of which a browser takes about 120,000."""
+    names = [
+        f"entropy/{group}/{context}" for group in ("correct", "incorrect", "neutral") for context in CONTEXTS
+    ]
+    row = json.dumps(dict.fromkeys(names, 0.5))[1:]
+    (tmp_path / "run").mkdir()
+    lines = (f'{{"step": {step}, {row}\n' for step in range(15_000))
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines))
+    page.write_page([tmp_path / "run"], tmp_path / "report.html")
+    assert 'data-drawn="contexts"' in browse(tmp_path, tmp_path / "report.html", "view=contexts")
 
 
 @needs_browser

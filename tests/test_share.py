@@ -59,6 +59,8 @@ def test_a_dry_run_leaves_what_would_be_uploaded(run_dir, tmp_path, capsys):
         check_folder(str(run_dir), "--ckpt")  # and not the folder just made
     assert not names & {"trainer_state.pt", "manifest.json", "eval"}
     assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {0o644}
+    ckpt = run_dir / "checkpoints" / "step_000002"
+    assert not (out / "config.json").samefile(ckpt / "config.json")  # it may be edited
     text = (out / "README.md").read_text()
     front = yaml.safe_load(text.split("---\n")[1])
     assert front["datasets"] == ["org/questions"] and front["base_model"] == "Qwen/Qwen2.5-3B"

@@ -211,6 +211,16 @@ def test_pauses_are_bounded(pauses):
     assert len(requests) == 9 and pauses == [0.5, 1, 2, 4, 8, 8, 8, 8]
 
 
+def test_a_night_of_attempts_is_no_overflow(pauses, monkeypatch):
+    def gone(*_):
+        raise Unreachable("gone")
+
+    monkeypatch.setattr(Client, "_ask", gone)
+    with pytest.raises(Unreachable, match="failed 2001 attempts"):
+        search_over_http(["x"], url="http://127.0.0.1:9", topk=1, timeout_s=5, retries=2000)
+    assert set(pauses[4:]) == {8.0}
+
+
 def test_a_server_error_names_status_and_text():
     with (
         server((500, b"CUDA out of memory", 0)) as (url, requests),

@@ -10,7 +10,7 @@ from test_train import rows, write_config
 
 import train
 from lld import settings
-from lld.running import recording
+from lld.running import recording, trackers
 
 
 class Wandb(ModuleType):
@@ -102,3 +102,10 @@ def test_weights_and_biases_gets_metrics_trajectories_and_figures(folder, wandb,
 def test_options_that_no_tracker_reads_are_refused(overrides, message):
     with pytest.raises(ValueError, match=message):
         settings.load(str(ROOT / "configs" / "tiny.yaml"), overrides)
+
+
+def test_a_table_counts_the_searches_that_were_carried_out():
+    record = {"step": 0, "question": {"text": "who?", "golden_answers": ["a"]}, "sample": 0, "answer": None}
+    record |= {"reward": 0.0, "advantage": 0.0, "tokens": []}
+    turns = [{"kind": "search", "searched": searched} for searched in (True, False)]  # the last turn's is not
+    assert trackers.about_episode(record | {"turns": turns})["searches"] == 1

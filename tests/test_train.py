@@ -22,9 +22,9 @@ import yaml
 from conftest import ROOT
 
 import train
-from lld import reward, update
+from lld import reward, settings, update
 from lld.record import metrics, phases
-from lld.running import checkpoint, evaluating, recording, trackers
+from lld.running import checkpoint, crashbox, evaluating, recording, trackers
 from lld.tools import RetrieverError
 
 STEPS = 6
@@ -678,3 +678,15 @@ def test_a_collapse_stops_the_run_fills_the_box_and_no_report_hides_why(folder, 
     assert len(rows(folder / "stopped")) == 2 and checkpoint.latest(
         folder / "stopped"
     ) == checkpoint.folder_of(folder / "stopped", 2)
+
+
+def test_a_later_crash_box_leaves_the_first_and_those_with_replays(tmp_path, monkeypatch):
+    monkeypatch.setattr(crashbox.checkpoint, "save", lambda *_, **__: None)
+    recent = crashbox.Recent(1)
+    for step in (60, 70, 80, 100):
+        recent.states, recent.episodes = [(step, {}, {})], {step: []}
+        box = recent.write(tmp_path, settings.from_dict({}), None, None)
+        if step == 70:
+            (box / "replays" / "mine").mkdir(parents=True)
+    left = sorted(path.name for path in (tmp_path / "boxes").iterdir())
+    assert left == ["step_000061", "step_000071", "step_000101"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from lld.data.passages import open_lines, parse_passage, read_lines, refuse_repeated_ids
+from lld.data.passages import open_lines, parse_passage, read_lines, repeated_ids
 from lld.data.questions import (
     WANTED,
     jsonl_lines,
@@ -48,7 +48,7 @@ class Report:
     problems: list[str] = field(default_factory=list)
     facts: str = ""
 
-    def add_problem(self, error: ValueError) -> None:
+    def add_problem(self, error: ValueError | str) -> None:
         self.bad += 1
         if len(self.problems) < MOST_PROBLEMS:
             self.problems.append(str(error).removesuffix(f"; {WANTED}"))
@@ -128,10 +128,8 @@ def check_passages(path: Path) -> Report:
             report.good += 1
             titled += passage.contents.startswith('"') and '"\n' in passage.contents
             characters += len(passage.contents)
-    try:
-        refuse_repeated_ids(str(path), hashes)
-    except ValueError as error:  # the first repeated id, which was counted as good
-        report.add_problem(error)
+    for problem in repeated_ids(str(path), hashes):  # of lines that were counted as good
+        report.add_problem(problem)
         report.good -= 1
     mean = characters / max(1, report.good)
     report.facts = f"{titled} with a title in quotes as their first line, {mean:.0f} characters on average"

@@ -57,7 +57,8 @@ def read_lines(file, path: str) -> Iterator[bytes]:
         raise ValueError(f"cannot unpack {path} ({error}): fetch it again") from None
 
 
-def refuse_repeated_ids(path: str, hashes: array.array) -> None:
+def repeated_ids(path: str, hashes: array.array) -> Iterator[str]:
+    """A message for each line whose id an earlier line had; `hashes` are those of the ids, line by line."""
     ordered = np.sort(np.frombuffer(hashes, np.int64))
     suspects = set(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
     if not suspects:
@@ -68,7 +69,5 @@ def refuse_repeated_ids(path: str, hashes: array.array) -> None:
             if hashes[number - 1] in suspects:
                 name = parse_passage(line, f"{path} line {number}").id
                 if name in seen:
-                    raise ValueError(
-                        f"{path} line {number}: id {name!r} was used on line {seen[name]}; ids must differ"
-                    )
-                seen[name] = number
+                    yield f"{path} line {number}: id {name!r} was used on line {seen[name]}; ids must differ"
+                seen.setdefault(name, number)

@@ -30,6 +30,7 @@ from lld.record.runs import (
 END = 40  # steps of a level: of the end, and of the best one
 EARLY = 100  # steps before which few runs have fallen
 CURVE = 25  # steps of a point of a curve
+CHANGES = "+changes"  # ends a commit of run.json whose files were changed
 FELL = 0.75  # a run fell if its EM of the end is below this share of its best level
 # Column of the record -> the logged number that it follows
 FOLLOWED = {
@@ -184,7 +185,9 @@ def record_of(run: Run) -> dict:
     timings = series(read_rows(run.folder / "timings.jsonl"), "time/step_s")[1]
     row |= {"seconds": sum(timings[: run.steps]), "options": " ".join(run.asked)}
     row["fingerprint"] = run.fingerprint
-    row |= {"commit": str(made.get("commit", ""))[:18], "machine": machine()}
+    commits = dict.fromkeys(some.get("commit") or "" for some in made.get("sessions") or [made])
+    row["commit"] = " ".join(name[:18] + CHANGES * name.endswith(CHANGES) for name in commits)
+    row["machine"] = machine()
     return {name: rounded(value) for name, value in row.items()}
 
 

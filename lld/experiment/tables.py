@@ -11,7 +11,7 @@ from statistics import fmean, median
 from lld.config import Config
 from lld.experiment import intervals
 from lld.experiment.grid import Experiment, Run
-from lld.experiment.outcomes import END, FELL, SIGNS
+from lld.experiment.outcomes import CHANGES, END, FELL, SIGNS
 from lld.record.contexts import CONTEXTS
 
 DASH = "–"
@@ -364,7 +364,8 @@ def law(rows: Sequence[dict], runs: Sequence[Run], arms: Sequence[str]) -> Table
 
 def all_tables(experiment: Experiment, rows: Sequence[dict]) -> str:
     """The tables of a record as Markdown."""
-    commits = sorted({row["commit"][:7] for row in rows} - {""})
+    made = {commit for row in rows for commit in row["commit"].split()}
+    commits = sorted({commit[:7] + CHANGES * commit.endswith(CHANGES) for commit in made})
     head = (
         f"{experiment.name}: {len(rows)} of {len(experiment.runs)} runs played, their rows in "
         f"{experiment.record.name}, commit {', '.join(commits) or 'unknown'}."

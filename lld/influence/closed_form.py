@@ -318,7 +318,8 @@ def displace_each(
 def play(lm, tokenizer, questions: list[Question], search: Search, cfg: Config) -> list[Group]:
     """The groups of `questions`, all played with the current weights.
 
-    Groups whose rewards are all equal have no gradient and are dropped.
+    Groups whose rewards are all equal have no gradient and are dropped, as are those with an
+    episode that a search ended (`failure`): training drops both.
     """
     options = cfg.rollout
     episodes = rollout(
@@ -330,6 +331,7 @@ def play(lm, tokenizer, questions: list[Question], search: Search, cfg: Config) 
         num_samples=options.group_size,
         seed=cfg.run.seed,
         step=NO_TRAINING_STEP,
+        empty_results=cfg.retriever.empty_results,
         overlap_search=options.overlap_search,
     )
     rewards_PG = torch.tensor(score_episodes(episodes, tokenizer, cfg.reward)).view(
@@ -344,7 +346,7 @@ def play(lm, tokenizer, questions: list[Question], search: Search, cfg: Config) 
     return [
         Group(some, collate(some, advantages_G[None], tokenizer.pad_token_id))
         for some, advantages_G in groups
-        if (advantages_G != 0).any()
+        if (advantages_G != 0).any() and not any(episode.failure for episode in some)
     ]
 
 

@@ -6,7 +6,6 @@ the paper's Delta of Def. 4.1: negative if a token became less likely.
 """
 
 import dataclasses
-import math
 
 import torch
 
@@ -16,7 +15,7 @@ from lld.protocol import PARTS
 from lld.record import contexts
 from lld.record.means import CLASSES, class_of, means
 from lld.record.metrics import answer_match
-from lld.rules import CLIP_KINDS
+from lld.rules import clip_bounds
 from lld.update import Scores
 
 QUANTILES = (0.05, 0.5, 0.95)
@@ -153,15 +152,6 @@ def policy_change(batch: Batch, scores: Scores, rows: list[int], cfg) -> dict[st
     for name, values_RT in (("old", old_RT), ("new", new_RT)):
         row |= means("likelihood/", [f"{group}_{name}" for group in CLASSES], values_RT[mask_RT], class_N)
     return row
-
-
-def clip_bounds(options) -> tuple[float, float]:
-    """Ratios below the first (where A < 0) and above the second (where A > 0) have no gradient."""
-    if options.kind == "gmpo":
-        return math.exp(-options.clip_low), math.exp(options.clip_high)
-    if options.kind not in CLIP_KINDS or options.kind == "cispo":
-        return 0.0, math.inf
-    return 1 - options.clip_low, 1 + options.clip_high
 
 
 def sampler_gap(batch: Batch, scores: Scores) -> dict[str, float]:

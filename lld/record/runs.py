@@ -153,7 +153,7 @@ def flat(tree: dict) -> dict:
 
 
 def read_options(run_dir: str | Path) -> dict:
-    """`section.option` -> value of RUN/config.yaml; empty if there is no such file."""
+    """`section.option` -> value of RUN/config.yaml, as far as it is there; empty if there is no such file."""
     path = Path(run_dir) / "config.yaml"
     if not path.is_file():
         return {}
@@ -166,16 +166,23 @@ def read_options(run_dir: str | Path) -> dict:
     return _plain(flat(tree)) if isinstance(tree, dict) else {}
 
 
-def differences(options: Sequence[dict]) -> dict[str, list]:
-    """Option -> one value per run (None if a run lacks it), for options that differ; without `run.dir`.
+def with_defaults(options: dict) -> dict:
+    """A run's options, with the defaults of those that its file lacks; empty without a file."""
+    return _plain(flat(to_dict(Config()))) | options if options else {}
 
+
+def differences(options: Sequence[dict]) -> dict[str, list]:
+    """Option -> one value per run, for options that differ; without `run.dir`.
+
+    An option that a run's file lacks had its default, or did not exist: None. All are None without a file.
     For a single run: the options that depart from the defaults, as [value, default].
     """
     if len(options) == 1:
-        options = [options[0], flat(to_dict(Config()))]
+        options = [options[0], with_defaults({"run.dir": None})]
         names = [name for name in options[0] if name in options[1]]
     else:
         names = list(dict.fromkeys(name for some in options for name in some))
+        options = [with_defaults(some) for some in options]
     table = {name: [some.get(name) for some in options] for name in names if name != "run.dir"}
     return {name: values for name, values in table.items() if any(value != values[0] for value in values)}
 
@@ -201,28 +208,26 @@ def settings(options: Sequence[dict]) -> list[str]:
     """For each run, its options that differ besides LLDS's and the seed, as text.
 
     Runs with the same text may be compared. Of several options that split the runs in the same way, such as
-    the paths of a world, only the first is named.
+    the paths of a world, only the first is named. A path is cut to its last two parts where these suffice.
     """
     texts, seen = [[] for _ in options], set()
-    names = (
-        [
-            name
-            for name in differences(options)
-            if name.split(".")[0] in SETTING_SECTIONS and not name.startswith("loss.lld_")
-        ]
-        if len(options) > 1
-        else []
-    )
-    for name in names:
-        values = [json.dumps(some.get(name)) for some in options]
-        split = tuple(values.index(value) for value in values)
+    for name, values in differences(options).items() if len(options) > 1 else ():
+        if name.split(".")[0] not in SETTING_SECTIONS or name.startswith("loss.lld_"):
+            continue
+        split = _split(values)
         if split in seen:
             continue
         seen.add(split)
-        for text, some in zip(texts, options, strict=True):
-            value = some.get(name)
-            text.append(f"{name} = {'/'.join(value.split('/')[-2:]) if isinstance(value, str) else value}")
+        short = ["/".join(value.split("/")[-2:]) if isinstance(value, str) else value for value in values]
+        for text, value in zip(texts, short if _split(short) == split else values, strict=True):
+            text.append(f"{name} = {value}")
     return [", ".join(text) for text in texts]
+
+
+def _split(values: Sequence) -> tuple[int, ...]:
+    """For each value, the first place of an equal one."""
+    texts = [json.dumps(value) for value in values]
+    return tuple(texts.index(text) for text in texts)
 
 
 def gradient_surge(rows: Sequence[dict]) -> int | None:
@@ -271,12 +276,15 @@ def outcome(rows: Sequence[dict], options: dict) -> dict:
     surge: first step of a gradient surge. skipped_updates: their number.
     """
     reward = course(rows, "reward/mean", WINDOW)
-    share = reward["last"] / reward["best"] if reward and reward["best"] > 0 else 1.0
+    held, rose = True, False
+    if reward:  # by shares; by a distance where there is no share, of a reward of 0 or a punishment
+        first, best, last = (reward[name] for name in ("first", "best", "last"))
+        held = last >= HELD * best if best > 0 else best - last <= COLLAPSE_FALL
+        rose = last >= ROSE * first if first > 0 else last - first >= COLLAPSE_FALL
     collapsed = (
         rows[-1].get("phase") == COLLAPSE
         or find_collapse(*series(rows, "reward/mean"))["collapse_step"] is not None
     )
-    rose = reward is not None and reward["last"] >= ROSE * reward["first"] > 0
     held_out = {
         name: {"scores": scores, "best": max(scores, key=lambda score: score[1])}
         for name, scores in sorted(held_out_scores(rows, options).items())
@@ -289,7 +297,7 @@ def outcome(rows: Sequence[dict], options: dict) -> dict:
     return {
         "steps": rows[-1]["step"] + 1,
         "steps_wanted": options.get("run.steps"),
-        "verdict": ("rose" if rose else "held") if share >= HELD else "collapsed" if collapsed else "fell",
+        "verdict": ("rose" if rose else "held") if held else "collapsed" if collapsed else "fell",
         "reward": reward,
         "held_out": held_out,
         "likelihood": course(rows, "likelihood/correct_old", WINDOW),

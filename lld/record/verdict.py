@@ -100,7 +100,7 @@ def _result(course: Course | None, outcome: dict, goes_on: bool) -> tuple[str, s
         lost = False
     else:
         rose, fell = course.now - course.first > course.noise, course.first - course.now > course.noise
-        lost = course.best - course.now > course.noise
+        lost = min(course.best - course.now, course.best - course.first) > course.noise
         scores += f" (chance alone: up to {course.noise:.2f})"
     if lost and not fell:
         return "plain", f"It worked and is losing it: {scores}. Use the best checkpoint; lower optim.lr."

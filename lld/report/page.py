@@ -6,17 +6,20 @@ script and the one style sheet by their hashes, and nothing else.
 """
 
 import base64
+import collections
 import hashlib
 import json
 import math
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 from lld.config import keys_of
 from lld.protocol import PARTS
 from lld.record import phases, runs, verdict
 from lld.record.glossary import GLOSSARY
+from lld.rules import clip_bounds
 
 TEMPLATE = Path(__file__).with_name("report.html")
 # A page of this size still opens at once; all groups of a 3B run would take several times as much.
@@ -78,10 +81,16 @@ def by_update(rows: Sequence[dict], name: str = "displacement/correct") -> list[
 
 
 def read_trajectories(path: Path) -> list[list[dict]]:
-    """The groups of one RUN/trajectories/step_N.jsonl, in file order."""
-    groups: dict[str, list[dict]] = {}
+    """The groups of one RUN/trajectories/step_N.jsonl, in file order.
+
+    A question may be drawn twice in a step: a sample number that comes again begins another group.
+    """
+    groups: dict[tuple[str, int], list[dict]] = {}
+    drawn: collections.Counter = collections.Counter()
     for row in runs.read_rows(path):
-        groups.setdefault(str(row["question"]["id"]), []).append(row)
+        name = str(row["question"]["id"])
+        drawn[name, row["sample"]] += 1
+        groups.setdefault((name, drawn[name, row["sample"]]), []).append(row)
     return list(groups.values())
 
 
@@ -243,7 +252,7 @@ def page_content(
 ) -> tuple[dict, dict[str, str]]:
     """The content of the page's first data block, and id -> JSON of the blocks that it reads on demand."""
     folders = [Path(run_dir) for run_dir in run_dirs]
-    options = [runs.read_options(folder) for folder in folders]
+    options = [runs.with_defaults(runs.read_options(folder)) for folder in folders]
     room = int(trajectories_mb * 1e6 / len(folders))
     shown, blocks = [], {}
     for index, (folder, label, setting) in enumerate(
@@ -264,6 +273,7 @@ def page_content(
                 "method": runs.method(options[index]) if options[index] else "unknown (no config.yaml)",
                 "setting": setting,
                 "options": options[index],
+                "clip": clip_of(options[index]),
                 "outcome": runs.outcome(rows, options[index]),
                 "verdict": verdict.judge(rows, options[index]),
                 "remedy": phases.remedy(options[index]),
@@ -282,6 +292,15 @@ def page_content(
         "gates": keys_of("loss", "GATES"),
     }
     return content, blocks
+
+
+def clip_of(options: dict) -> list[float | None]:
+    """The ratios between which a run's loss keeps the gradient (`clip_bounds`); None is no upper bound."""
+    names = {name.removeprefix("loss."): value for name, value in options.items()}
+    try:
+        return [_rounded(bound) for bound in clip_bounds(SimpleNamespace(**names))]
+    except (TypeError, OverflowError, AttributeError):  # options that are no numbers, or none at all
+        return [0.0, None]
 
 
 def _hash(text: str) -> str:

@@ -138,7 +138,7 @@ class Client:
                 kind, reason = type(error), str(error)  # not the error: its traceback holds this frame
             # No pause before a server that has not been tried yet.
             rounds, waiting = divmod(attempt + 1, len(self.addresses))
-            pause_s = 0.0 if waiting else min(BACKOFF_S * 2 ** (rounds - 1), MAX_BACKOFF_S)
+            pause_s = 0.0 if waiting else min(BACKOFF_S * 2 ** min(rounds - 1, 32), MAX_BACKOFF_S)
             if attempt == self.retries or time.monotonic() + pause_s >= end:
                 break
             if pause_s:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 from tqdm import tqdm
 
-from lld.data.passages import open_lines, parse_passage, read_lines, refuse_repeated_ids
+from lld.data.passages import open_lines, parse_passage, read_lines, repeated_ids
 from lld.protocol import Passage
 
 # A file up to this size is read into memory at every start; no Arrow file is written for it.
@@ -106,7 +106,8 @@ class Corpus:
                 raise ValueError(f"{self.path} is empty: a corpus needs at least one passage")
             if rows:
                 flush()
-            refuse_repeated_ids(self.path, hashes)
+            if problem := next(repeated_ids(self.path, hashes), None):
+                raise ValueError(problem)
             about = {"sha256": digest.hexdigest(), "num_passages": str(len(hashes)), **self.source}
             writer.write_batch(pa.record_batch([[], []], schema=SCHEMA), custom_metadata=about)
 

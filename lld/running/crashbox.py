@@ -45,8 +45,8 @@ class Recent:
     def write(self, run_dir: Path, cfg: config.Config, lm, tokenizer, reference=None) -> Path:
         """Writes RUN/boxes/step_N and returns its path.
 
-        The box is written to a temporary folder and renamed when complete. Of earlier boxes only the first is
-        kept. `reference` is the model of the KL term, or None.
+        The box is written to a temporary folder and renamed when complete. Of earlier boxes the first and
+        those with replays are kept. `reference` is the model of the KL term, or None.
         """
         step, weights, trainer_state = self.states[0]
         folder = run_dir / "boxes" / f"step_{max(self.episodes) + 1:06d}"
@@ -65,7 +65,8 @@ class Recent:
         if (run_dir / "metrics.jsonl").exists():
             shutil.copy(run_dir / "metrics.jsonl", aside / "metrics.jsonl")
         for old in sorted(folder.parent.glob("step_??????"))[1:]:
-            shutil.rmtree(old)
+            if not (old / "replays").exists():
+                shutil.rmtree(old)
         shutil.rmtree(folder, ignore_errors=True)  # a resumed run repeats steps
         os.replace(aside, folder)
         return folder

@@ -81,7 +81,7 @@ def about_episode(record: dict) -> dict:
         "answer": record["answer"] or "",
         "reward": record["reward"],
         "advantage": record["advantage"],
-        "searches": sum(turn["kind"] == "search" for turn in record["turns"]),
+        "searches": sum(turn["searched"] for turn in record["turns"]),
         "text": "".join(record["tokens"]),
     }
 
