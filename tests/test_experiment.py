@@ -480,6 +480,9 @@ def test_exact_tests_by_hand():
     assert intervals.sign_flip_p([0.1, 0.2, 0.1, 0.3, 0.2]) == 2 / 32
     # |0.1| or more: of the sums ±.3±.2, all four
     assert intervals.sign_flip_p([0.3, -0.2]) == 1.0 and intervals.sign_flip_p([]) is None
+    # Sums that are 0 but for rounding
+    assert intervals.sign_flip_p([0.1, 0.2, 0.3, -0.6, 0.1, -0.1]) == 1.0
+    assert intervals.swap_p([0.1, 0.2, 0.3], [0.3, 0.2, 0.1]) == 1.0
     assert intervals.swap_p([1, 2, 3, 4, 5], [6, 7, 8, 9, 10]) == pytest.approx(2 / 252)
     # Means 1.5 and 3.5 are as far apart as {1, 2} can be; {1, 3}, {2, 3}, … are nearer
     assert intervals.swap_p([1, 2], [3, 4]) == pytest.approx(2 / 6) and intervals.swap_p([], [1.0]) is None

@@ -79,7 +79,8 @@ def sign_flip_p(differences: Sequence[float]) -> float | None:
         abs(sum(sign * value for sign, value in zip(signs, differences, strict=True)))
         for signs in product((1, -1), repeat=len(differences))
     ]
-    return sum(value >= found * (1 - 1e-9) for value in sums) / len(sums)
+    rounding = 1e-9 * sum(map(abs, differences))
+    return sum(value >= found - rounding for value in sums) / len(sums)
 
 
 def swap_p(ones: Sequence[float], others: Sequence[float]) -> float | None:
@@ -92,13 +93,13 @@ def swap_p(ones: Sequence[float], others: Sequence[float]) -> float | None:
     if not size or not others or len(values) > MAX_PAIRS:
         return None
     total, found = sum(values), abs(fmean(ones) - fmean(others))
-    hits = count = 0
+    hits, count, rounding = 0, 0, 1e-9 * sum(map(abs, values))
     for chosen in range(2 ** len(values)):
         if chosen.bit_count() != size:
             continue
         part = sum(value for index, value in enumerate(values) if chosen >> index & 1)
         count += 1
-        hits += abs(part / size - (total - part) / (len(values) - size)) >= found * (1 - 1e-9)
+        hits += abs(part / size - (total - part) / (len(values) - size)) >= found - rounding
     return hits / count
 
 
