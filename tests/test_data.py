@@ -383,6 +383,7 @@ def test_check_of_passages_names_bad_lines_and_repeated_ids(tmp_path, capsys):
     )
     code, told = check(tmp_path / "c.jsonl", capsys)
     assert code == 2 and "1 passages can be used, 4 rows cannot; 1 with a title" in told
+    assert "7 characters on average" in told  # of the three that were read
     assert "line 5: id 'a' was used on line 1" in told
     assert "line 2: " in told and "line 4: " in told and "line 3: id 'a' was used on line 1" in told
     assert """line 4: '{"text": "other"}' must be a JSON object""" in told and "(no field 'id')" in told

@@ -752,6 +752,9 @@ def test_without_a_config_the_runs_own_options_are_used(world, whole, tmp_path, 
     assert told.endswith(
         "search: the backend of the index over c.jsonl, theirs with encoder intfloat/e5-base-v2, q.jsonl"
     )
+    files = {"index": "theirs", "corpus": "c.jsonl", "backend": "bm25", "fail_share": 0.5}
+    told = options_module._what_is_read(ckpt, settings.from_dict({"retriever": files}), [], False)
+    assert told.endswith("bm25 over c.jsonl, theirs; failed searches: random passages of c.jsonl")
     results, records = read(ckpt / "eval")
     assert records == read(whole)[1] and results["config"]["run"]["dir"] == str(tmp_path / "run")
     assert command.main(["--ckpt", str(ckpt.with_name("step_000099"))]) == 2

@@ -482,7 +482,7 @@ def test_exact_tests_by_hand():
     assert intervals.sign_flip_p([0.3, -0.2]) == 1.0 and intervals.sign_flip_p([]) is None
     # Sums that are 0 but for rounding
     assert intervals.sign_flip_p([0.1, 0.2, 0.3, -0.6, 0.1, -0.1]) == 1.0
-    assert intervals.swap_p([0.1, 0.2, 0.3], [0.3, 0.2, 0.1]) == 1.0
+    assert intervals.swap_p([0.7, 0.2, 0.2], [0.7, 0.3, 0.1]) == 1.0
     assert intervals.swap_p([1, 2, 3, 4, 5], [6, 7, 8, 9, 10]) == pytest.approx(2 / 252)
     # Means 1.5 and 3.5 are as far apart as {1, 2} can be; {1, 3}, {2, 3}, … are nearer
     assert intervals.swap_p([1, 2], [3, 4]) == pytest.approx(2 / 6) and intervals.swap_p([], [1.0]) is None
@@ -606,6 +606,31 @@ def test_a_description_by_hand():
     ends = ("entropy_wrong_end", "entropy_wrong_unlucky_end", "right_end", "gap_end")
     assert [row[name] for name in ends] == [None] * 4 and row["entropy_wrong_start"] == 0.5
     assert tables.has_exploded(row) is None and tables.exploded([row]) == "–"
+
+
+def test_a_row_names_every_commit_of_its_run_and_whether_files_were_changed(tmp_path):
+    """Only the first commit was kept, cut so that the mark of changes was always lost."""
+    run = grid.load_experiment(write_experiment(tmp_path)).runs[0]
+    run.folder.mkdir(parents=True)
+    rows = [{"step": step, "reward/mean": 0.5, "em": 0.5} for step in range(12)]
+    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run.folder / "timings.jsonl").write_text("")
+
+    def commit(about):
+        (run.folder / "run.json").write_text(json.dumps(about))
+        return outcomes.record_of(run)["commit"]
+
+    one, other = "a" * 40, "b" * 40 + "+changes"
+    assert commit({"commit": one}) == "a" * 18 and commit({"commit": None}) == ""
+    assert commit({"commit": one, "sessions": [{"commit": one}, {"commit": other}, {"commit": one}]}) == (
+        "a" * 18 + " " + "b" * 18 + "+changes"
+    )
+    continued = [{"commit": one}, {"commit": None}, {"commit": other, "first_step": 12}]
+    assert commit({"sessions": continued}) == "a" * 18  # the last one played steps beyond these
+    rows = [record_of("cut", "2e-4", 0, 0.1, commit=f"{one[:18]} {other[:18]}+changes")]
+    assert "commit aaaaaaa, bbbbbbb+changes." in tables.all_tables(
+        grid.load_experiment(write_experiment(tmp_path)), rows
+    )
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -823,26 +848,3 @@ def test_the_page_has_the_tables_of_its_record(name):
 if __name__ == "__main__":
     for name in PAGES:
         (ROOT / "docs" / name).write_text(page_of(name))
-
-
-def test_a_row_names_every_commit_of_its_run_and_whether_files_were_changed(tmp_path):
-    """Only the first commit was kept, cut so that the mark of changes was always lost."""
-    run = grid.load_experiment(write_experiment(tmp_path)).runs[0]
-    run.folder.mkdir(parents=True)
-    rows = [{"step": step, "reward/mean": 0.5, "em": 0.5} for step in range(12)]
-    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (run.folder / "timings.jsonl").write_text("")
-
-    def commit(about):
-        (run.folder / "run.json").write_text(json.dumps(about))
-        return outcomes.record_of(run)["commit"]
-
-    one, other = "a" * 40, "b" * 40 + "+changes"
-    assert commit({"commit": one}) == "a" * 18 and commit({"commit": None}) == ""
-    assert commit({"commit": one, "sessions": [{"commit": one}, {"commit": other}, {"commit": one}]}) == (
-        "a" * 18 + " " + "b" * 18 + "+changes"
-    )
-    rows = [record_of("cut", "2e-4", 0, 0.1, commit=f"{one[:18]} {other[:18]}+changes")]
-    assert "commit aaaaaaa, bbbbbbb+changes." in tables.all_tables(
-        grid.load_experiment(write_experiment(tmp_path)), rows
-    )

@@ -405,9 +405,10 @@ def test_the_clip_of_a_kind_that_has_none_has_no_bounds():
         return page.clip_of(runs.with_defaults({f"loss.{name}": value for name, value in options.items()}))
 
     assert clip(kind="grpo", clip_low=0.2, clip_high=0.3) == [0.8, 1.3]
-    assert clip(kind="gmpo", clip_low=0.4, clip_high=0.4) == pytest.approx([0.67032, 1.4918])
-    assert clip(kind="cispo") == clip(kind="sapo") == page.clip_of({}) == [0.0, None]
-    assert clip(kind="grpo", clip_low="many") == [0.0, None]
+    assert clip(kind="gmpo", clip_low=0.4, clip_high=0.4) == pytest.approx([math.exp(-0.4), math.exp(0.4)])
+    assert clip(kind="gspo", clip_low=3e-4, clip_high=3.5e-4) == [1 - 3e-4, 1 + 3.5e-4]  # not rounded
+    assert clip(kind="cispo") == clip(kind="sapo") == [0.0, None]
+    assert page.clip_of({}) is None and clip(kind="grpo", clip_low="many") is None
 
 
 def test_trajectories_are_thinned_evenly_to_the_room_there_is(tmp_path):
@@ -536,6 +537,7 @@ def test_outcome_of_a_run_that_rose_of_one_that_died_and_of_a_short_one():
     assert course([-0.2] * 20 + [-0.8] * 20)["verdict"] == "collapsed"
     assert course([-0.8] * 20 + [-0.2] * 20)["verdict"] == "rose"
     assert course([-0.2] * 20 + [-0.22] * 20)["verdict"] == "held"
+    assert course([-0.8] * 20 + [0.02] * 15 + [0.0] * 20)["verdict"] == "rose"
     four = course([0.1, 0.3, 0.4, 0.6])["reward"]  # of ten steps there is but one window: 0.35 -> 0.35
     assert (four["first"], four["last"], four["best"], four["window"]) == pytest.approx((0.2, 0.5, 0.5, 2))
 
@@ -723,11 +725,20 @@ def test_marks_of_clip_and_llds_follow_the_runs_own_loss(tmp_path):
         "gspo": {"kind": "gspo", "clip_low": 0.01, "clip_high": 0.01},
         "cispo": {"kind": "cispo", "clip_low": 0.01, "clip_high": 0.01},
         "strict": {"lld_tolerance": 0.05},
+        "sampler": {"clip_low": 0.01, "clip_high": 0.01, "old_logprobs": "sampler"},
+        "dual": {"kind": "dual_clip", "clip_low": 0.5, "clip_high": 0.5, "clip_dual": 1.02},
+        "positive": {"lld_preserve": "positive"},
     }
     made = [with_options(make_run(tmp_path / name, groups=1), **more) for name, more in losses.items()]
+    path = "trajectories/step_000010.jsonl"
+    rows = [json.loads(line) for line in (made[0] / path).read_text().splitlines()]
+    for row in rows:  # a group with a neutral response, and a sampler other than the trainer
+        row["advantage"] = 0.0 if row["sample"] == 4 else row["advantage"]
+        row["sampled"] = [value and value - 0.02 for value in row["old"]]
+    for folder in made:
+        (folder / path).write_text("".join(json.dumps(row) + "\n" for row in rows))
     page.write_page(made, tmp_path / "report.html")
-    lines = (made[0] / "trajectories" / "step_000010.jsonl").read_text().splitlines()
-    rows = sorted(map(json.loads, lines), key=lambda row: (-row["reward"], row["sample"]))
+    rows.sort(key=lambda row: (-row["reward"], row["sample"]))
     written = [(row, t) for row in rows for t, action in enumerate(row["action_ids"]) if action]
     change = [row["new"][t] - row["old"][t] for row, t in written]
 
@@ -736,7 +747,9 @@ def test_marks_of_clip_and_llds_follow_the_runs_own_loss(tmp_path):
         return [name for name, _ in tokens(browse(tmp_path, tmp_path / "report.html", state))]
 
     def cut(row, value):
-        return value > math.log(1.01) if row["advantage"] > 0 else value < math.log(0.99)
+        return (row["advantage"] > 0 and value > math.log(1.01)) or (
+            row["advantage"] < 0 and value < math.log(0.99)
+        )
 
     def mean(row):
         values = [row["new"][t] - row["old"][t] for t, action in enumerate(row["action_ids"]) if action]
@@ -749,6 +762,15 @@ def test_marks_of_clip_and_llds_follow_the_runs_own_loss(tmp_path):
     assert not any(name.endswith("cut") for name in painted(2, "ratio"))
     acts = [row["advantage"] >= 0 and value < -0.05 for (row, _), value in zip(written, change, strict=True)]
     assert [name == "act" for name in painted(3, "gate_response")] == acts and any(acts)
+    past = [cut(row, value + 0.02) for (row, _), value in zip(written, change, strict=True)]
+    assert [name.endswith("cut") for name in painted(4, "ratio")] == past and past != expected
+    dual = [
+        row["advantage"] < 0 and value > math.log(1.02)
+        for (row, _), value in zip(written, change, strict=True)
+    ]
+    assert [name.endswith("cut") for name in painted(5, "ratio")] == dual and any(dual)
+    holds = [row["advantage"] > 0 and value < 0 for (row, _), value in zip(written, change, strict=True)]
+    assert [name == "act" for name in painted(6, "gate_response")] == holds and any(holds)
 
 
 @needs_browser

@@ -683,10 +683,16 @@ def test_a_collapse_stops_the_run_fills_the_box_and_no_report_hides_why(folder, 
 def test_a_later_crash_box_leaves_the_first_and_those_with_replays(tmp_path, monkeypatch):
     monkeypatch.setattr(crashbox.checkpoint, "save", lambda *_, **__: None)
     recent = crashbox.Recent(1)
-    for step in (60, 70, 80, 100):
+
+    def write(step):
         recent.states, recent.episodes = [(step, {}, {})], {step: []}
-        box = recent.write(tmp_path, settings.from_dict({}), None, None)
-        if step == 70:
-            (box / "replays" / "mine").mkdir(parents=True)
+        return recent.write(tmp_path, settings.from_dict({}), None, None)
+
+    write(60)
+    replay = write(70) / "replays" / "mine"
+    replay.mkdir(parents=True)
+    for step in (80, 100, 70):  # the last one by a resumed run
+        write(step)
+    assert replay.is_dir()
     left = sorted(path.name for path in (tmp_path / "boxes").iterdir())
-    assert left == ["step_000061", "step_000071", "step_000101"]
+    assert left == ["step_000061", "step_000071"]

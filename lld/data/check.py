@@ -128,9 +128,9 @@ def check_passages(path: Path) -> Report:
             report.good += 1
             titled += passage.contents.startswith('"') and '"\n' in passage.contents
             characters += len(passage.contents)
+    mean = characters / max(1, report.good)
+    report.facts = f"{titled} with a title in quotes as their first line, {mean:.0f} characters on average"
     for problem in repeated_ids(str(path), hashes):  # of lines that were counted as good
         report.add_problem(problem)
         report.good -= 1
-    mean = characters / max(1, report.good)
-    report.facts = f"{titled} with a title in quotes as their first line, {mean:.0f} characters on average"
     return report

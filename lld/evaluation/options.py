@@ -80,10 +80,14 @@ def _refuse_elsewhere(path: Path, servers: list[str]) -> None:
 
 def _what_is_read(path: Path, cfg: Config, servers: list[str], questions: bool) -> str:
     options = cfg.retriever
-    index = f"{options.index} with encoder {options.encoder}" if options.index is not None else None
+    index = options.index
+    if index is not None and options.backend != "bm25":
+        index += f" with encoder {options.encoder}"
     files = ", ".join(file for file in (options.corpus, index, options.oracle_questions) if file is not None)
     in_process = f"{options.backend or 'the backend of the index'} over {files}"
     where = options.replay or ", ".join(servers) or in_process
+    if options.fail_share:
+        where += f"; failed searches: random passages of {options.corpus}"
     told = f"options of {path}; search: {where}"
     if not questions:
         return told

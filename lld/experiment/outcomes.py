@@ -185,10 +185,16 @@ def record_of(run: Run) -> dict:
     timings = series(read_rows(run.folder / "timings.jsonl"), "time/step_s")[1]
     row |= {"seconds": sum(timings[: run.steps]), "options": " ".join(run.asked)}
     row["fingerprint"] = run.fingerprint
-    commits = dict.fromkeys(some.get("commit") or "" for some in made.get("sessions") or [made])
-    row["commit"] = " ".join(name[:18] + CHANGES * name.endswith(CHANGES) for name in commits)
+    row["commit"] = " ".join(commits_of(made, run.steps))
     row["machine"] = machine()
     return {name: rounded(value) for name, value in row.items()}
+
+
+def commits_of(made: dict, steps: int) -> list[str]:
+    """The commits that played the first `steps` steps, by run.json: 18 digits of each, and CHANGES."""
+    sessions = [some for some in made.get("sessions") or [] if some.get("first_step", 0) < steps] or [made]
+    names = dict.fromkeys(str(some["commit"]) for some in sessions if some.get("commit"))
+    return [name[:18] + CHANGES * name.endswith(CHANGES) for name in names]
 
 
 def machine() -> str:

@@ -318,8 +318,8 @@ def displace_each(
 def play(lm, tokenizer, questions: list[Question], search: Search, cfg: Config) -> list[Group]:
     """The groups of `questions`, all played with the current weights.
 
-    Groups whose rewards are all equal have no gradient and are dropped, as are those with an
-    episode that a search ended (`failure`): training drops both.
+    Dropped are groups whose rewards are all equal, which have no gradient, and, as in training, those with a
+    search that found nothing.
     """
     options = cfg.rollout
     episodes = rollout(

@@ -277,9 +277,9 @@ def outcome(rows: Sequence[dict], options: dict) -> dict:
     """
     reward = course(rows, "reward/mean", WINDOW)
     held, rose = True, False
-    if reward:  # by shares; by a distance where there is no share, of a reward of 0 or a punishment
+    if reward:  # by shares; by a distance from a reward of 0 or a punishment on
         first, best, last = (reward[name] for name in ("first", "best", "last"))
-        held = last >= HELD * best if best > 0 else best - last <= COLLAPSE_FALL
+        held = last >= HELD * best if first > 0 else best - last <= COLLAPSE_FALL
         rose = last >= ROSE * first if first > 0 else last - first >= COLLAPSE_FALL
     collapsed = (
         rows[-1].get("phase") == COLLAPSE

@@ -294,13 +294,16 @@ def page_content(
     return content, blocks
 
 
-def clip_of(options: dict) -> list[float | None]:
-    """The ratios between which a run's loss keeps the gradient (`clip_bounds`); None is no upper bound."""
+def clip_of(options: dict) -> list[float | None] | None:
+    """The ratios between which a run's loss keeps the gradient (`clip_bounds`): [low, high or null].
+
+    None where they are not known: without a config.yaml, or where it holds no numbers.
+    """
     names = {name.removeprefix("loss."): value for name, value in options.items()}
     try:
-        return [_rounded(bound) for bound in clip_bounds(SimpleNamespace(**names))]
-    except (TypeError, OverflowError, AttributeError):  # options that are no numbers, or none at all
-        return [0.0, None]
+        return [bound if runs.is_number(bound) else None for bound in clip_bounds(SimpleNamespace(**names))]
+    except (TypeError, OverflowError, AttributeError):
+        return None
 
 
 def _hash(text: str) -> str:

@@ -64,10 +64,12 @@ class Recent:
         settings.save(cfg, aside / "config.yaml")
         if (run_dir / "metrics.jsonl").exists():
             shutil.copy(run_dir / "metrics.jsonl", aside / "metrics.jsonl")
+        if (folder / "replays").exists():  # a resumed run repeats steps
+            os.replace(folder / "replays", aside / "replays")
+        shutil.rmtree(folder, ignore_errors=True)
         for old in sorted(folder.parent.glob("step_??????"))[1:]:
             if not (old / "replays").exists():
                 shutil.rmtree(old)
-        shutil.rmtree(folder, ignore_errors=True)  # a resumed run repeats steps
         os.replace(aside, folder)
         return folder
 

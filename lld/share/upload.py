@@ -108,7 +108,7 @@ def gather(ckpt: Path, out: Path, name: str) -> None:
 def place(path: Path, target: Path) -> None:
     """`path` as `target`, readable by everybody: weights as a hard link if they already are, else a copy.
 
-    Other files may be edited before they are shared, which must not change the checkpoint.
+    Other files are read and edited by people, which must not change the checkpoint.
     """
     target.unlink(missing_ok=True)
     if path.suffix in (".safetensors", ".bin") and path.stat().st_mode & 0o777 == MODE:
