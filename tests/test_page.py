@@ -747,9 +747,9 @@ def test_marks_of_clip_and_llds_follow_the_runs_own_loss(tmp_path):
         return [name for name, _ in tokens(browse(tmp_path, tmp_path / "report.html", state))]
 
     def cut(row, value):
-        return (row["advantage"] > 0 and value > math.log(1.01)) or (
-            row["advantage"] < 0 and value < math.log(0.99)
-        )
+        if row["advantage"] == 0:
+            return False
+        return value > math.log(1.01) if row["advantage"] > 0 else value < math.log(0.99)
 
     def mean(row):
         values = [row["new"][t] - row["old"][t] for t, action in enumerate(row["action_ids"]) if action]
