@@ -402,7 +402,7 @@ def test_a_question_drawn_twice_in_a_step_is_two_groups(tmp_path):
 
 def test_the_clip_of_a_kind_that_has_none_has_no_bounds():
     def clip(**options):
-        return page.clip_of(runs.with_defaults({f"loss.{name}": value for name, value in options.items()}))
+        return page.clip_of(runs.defaults() | {f"loss.{name}": value for name, value in options.items()})
 
     assert clip(kind="grpo", clip_low=0.2, clip_high=0.3) == [0.8, 1.3]
     assert clip(kind="gmpo", clip_low=0.4, clip_high=0.4) == pytest.approx([math.exp(-0.4), math.exp(0.4)])
@@ -455,7 +455,7 @@ def test_differences_methods_and_settings():
     other = base | {"loss.lld_weight": 0.2, "run.dir": "b", "run.seed": 1}
     third = base | {"data.train": "b/x.jsonl", "retriever.corpus": "b/y", "monitor.crash_box": 3}
     assert runs.differences([base, other]) == {"loss.lld_weight": [0.0, 0.2], "run.seed": [0, 1]}
-    assert runs.differences([base, third])["monitor.crash_box"] == [0, 3]  # the first lacks it: the default
+    assert runs.differences([base, third])["monitor.crash_box"] == [None, 3]
     assert runs.differences([base, {}])["optim.lr"] == [1e-4, None]
     # The corpus says no more
     assert runs.settings([base, other]) == ["", ""] and runs.settings([base, third]) == [
@@ -469,11 +469,25 @@ def test_differences_methods_and_settings():
         for name, top_p in (("x", 0.8), ("y", 1.0))
     ]
     assert runs.settings(starts) == [f"model.path = {some['model.path']}" for some in starts]
-    assert runs.settings([{"optim.lr": 1e-4}, {"optim.lr": 1e-4, "rollout.top_p": 1.0}]) == ["", ""]
     assert [
         runs.method(some)
         for some in (base, other, other | {"loss.lld_gate": "token", "loss.lld_answer_schedule": "paper"})
     ] == ["GRPO", "GRPO + LLDS", "GRPO + LLDS-MA (token gate)"]
+
+
+def test_an_option_that_a_runs_file_lacks_had_its_default(tmp_path):
+    """A run made before an option existed compares with a newer one; without a file nothing is known."""
+    made = [make_run(tmp_path / name, steps=12) for name in ("old", "new", "bare")]
+    path = made[0] / "config.yaml"
+    tree = yaml.safe_load(path.read_text())
+    del tree["rollout"]["weights"], tree["monitor"]["crash_box"]
+    path.write_text(yaml.safe_dump(tree))
+    (made[2] / "config.yaml").unlink()
+    content, _ = page.page_content(made[:2])
+    assert content["differences"] == {} and [run["setting"] for run in content["runs"]] == ["", ""]
+    assert content["runs"][0]["options"]["rollout.weights"] == Config().rollout.weights
+    bare = page.page_content(made[1:])[0]["runs"][1]
+    assert bare["options"] == {} and bare["clip"] is None and bare["method"].startswith("unknown")
 
 
 def test_outcome_by_hand():

@@ -166,23 +166,21 @@ def read_options(run_dir: str | Path) -> dict:
     return _plain(flat(tree)) if isinstance(tree, dict) else {}
 
 
-def with_defaults(options: dict) -> dict:
-    """A run's options, with the defaults of those that its file lacks; empty without a file."""
-    return _plain(flat(to_dict(Config()))) | options if options else {}
+def defaults() -> dict:
+    """`section.option` -> its default, as `read_options` has the values."""
+    return _plain(flat(to_dict(Config())))
 
 
 def differences(options: Sequence[dict]) -> dict[str, list]:
-    """Option -> one value per run, for options that differ; without `run.dir`.
+    """Option -> one value per run (None if a run lacks it), for options that differ; without `run.dir`.
 
-    An option that a run's file lacks had its default, or did not exist: None. All are None without a file.
     For a single run: the options that depart from the defaults, as [value, default].
     """
     if len(options) == 1:
-        options = [options[0], with_defaults({"run.dir": None})]
+        options = [options[0], defaults()]
         names = [name for name in options[0] if name in options[1]]
     else:
         names = list(dict.fromkeys(name for some in options for name in some))
-        options = [with_defaults(some) for some in options]
     table = {name: [some.get(name) for some in options] for name in names if name != "run.dir"}
     return {name: values for name, values in table.items() if any(value != values[0] for value in values)}
 

@@ -252,12 +252,12 @@ def page_content(
 ) -> tuple[dict, dict[str, str]]:
     """The content of the page's first data block, and id -> JSON of the blocks that it reads on demand."""
     folders = [Path(run_dir) for run_dir in run_dirs]
-    options = [runs.with_defaults(runs.read_options(folder)) for folder in folders]
+    # An option that a run's file lacks had its default; without a file nothing is known.
+    options = [some and runs.defaults() | some for some in map(runs.read_options, folders)]
     room = int(trajectories_mb * 1e6 / len(folders))
     shown, blocks = [], {}
-    for index, (folder, label, setting) in enumerate(
-        zip(folders, runs.labels(folders), runs.settings(options), strict=True)
-    ):
+    named = zip(folders, runs.labels(folders), runs.settings(options), strict=True)
+    for index, (folder, label, setting) in enumerate(named):
         rows = runs.read_metrics(folder)
         about, updates = folder / "run.json", folder / "updates.jsonl"
         trajectories, texts = collect_trajectories(folder, room)
