@@ -178,23 +178,6 @@ def surrogate_terms(t: Tokens, options: Loss) -> torch.Tensor:
 # ---- KL and penalties: terms beside the policy gradient
 
 
-def k3(t: Tokens, ref_logprobs_BT: torch.Tensor) -> torch.Tensor:
-    """exp(d) - d - 1, d = log pi_ref - log pi: `kl_terms`."""
-    return kl_terms(t.logprobs_BT, ref_logprobs_BT)
-
-
-def unbiased(t: Tokens, ref_logprobs_BT: torch.Tensor) -> torch.Tensor:
-    """r k3: its gradient is that of KL(pi || pi_ref) under samples of pi_old (arXiv 2512.02556)."""
-    return exp_of(t.log_ratio_BT) * kl_terms(t.logprobs_BT, ref_logprobs_BT)
-
-
-# The values of loss.kl_estimator: tokens and log pi_ref (B, T) -> (B, T) terms; outside the mask anything.
-KL_ESTIMATORS = {
-    "k3": k3,
-    "unbiased": unbiased,
-}
-
-
 def kl_terms(logprobs_BT: torch.Tensor, ref_logprobs_BT: torch.Tensor) -> torch.Tensor:
     """(B, T) estimates of KL(pi || pi_ref): k3 = exp(d) - d - 1, d = log pi_ref - log pi, clamped to ±10.
 
@@ -205,6 +188,18 @@ def kl_terms(logprobs_BT: torch.Tensor, ref_logprobs_BT: torch.Tensor) -> torch.
     # overflowing: 0 * inf = NaN.
     log_ratio_BT = (ref_logprobs_BT.detach() - logprobs_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return (log_ratio_BT.exp() - log_ratio_BT - 1).clamp(-10.0, 10.0)
+
+
+def unbiased(t: Tokens, ref_logprobs_BT: torch.Tensor) -> torch.Tensor:
+    """r k3: its gradient is that of KL(pi || pi_ref) under samples of pi_old (arXiv 2512.02556)."""
+    return exp_of(t.log_ratio_BT) * kl_terms(t.logprobs_BT, ref_logprobs_BT)
+
+
+# The values of loss.kl_estimator: tokens and log pi_ref (B, T) -> (B, T) terms; outside the mask anything.
+KL_ESTIMATORS = {
+    "k3": lambda t, ref_logprobs_BT: kl_terms(t.logprobs_BT, ref_logprobs_BT),
+    "unbiased": unbiased,
+}
 
 
 def nll(t: Tokens, weight: float) -> torch.Tensor:

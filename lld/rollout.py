@@ -287,6 +287,7 @@ class _Conversations:
         low, high = 0, len(token_ids)
         while low < high:
             middle = (low + high + 1) // 2
-            text = protocol.decode(self.tokenizer, token_ids[:middle])
+            # Without an incomplete last character, which byte-fallback decoders show as one U+FFFD a byte.
+            text = protocol.decode(self.tokenizer, token_ids[:middle]).rstrip("\ufffd")
             low, high = (middle, high) if len(text) <= offset else (low, middle - 1)
         return low

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 import yaml
 from conftest import ROOT
 
@@ -565,6 +566,28 @@ def test_a_tokenizer_of_another_model_and_a_short_context_are_refused(lm, tokeni
 
     with pytest.raises(ValueError, match="they are not of the same model"):
         check_fit(make_lm(tokenizer, vocab_size=50), tokenizer, 100)
+
+
+def test_a_sliding_window_of_all_layers_and_angles_that_change_with_the_length_are_refused(tokenizer):
+    """Phi-3's: without the check, engine and policy would attend to everything (2 to 5 nats off)."""
+    shape = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
+    shape |= {"vocab_size": len(tokenizer), "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    factors = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    for options, message in (
+        (
+            {"sliding_window": 512},
+            "= 513 exceeds the model's sliding window, which is not applied here, of 512",
+        ),
+        (
+            {"rope_scaling": factors, "original_max_position_embeddings": 512},
+            r"rotary angles change \(longrope\), 512",
+        ),
+    ):
+        kind = transformers.Phi3Config(**shape, max_position_embeddings=4096, **options)
+        lm = transformers.Phi3ForCausalLM(kind)
+        check_fit(lm, tokenizer, 512)
+        with pytest.raises(ValueError, match=message):
+            check_fit(lm, tokenizer, 513)
 
 
 def test_a_path_keeps_a_sharp_sign_and_a_tilde_is_the_home(monkeypatch):

@@ -2,10 +2,13 @@
 
 import threading
 import time
+import types
 
 import pytest
+import tokenizers
 import torch
 from conftest import make_lm
+from transformers import PreTrainedTokenizerFast
 
 from lld import protocol
 from lld import rollout as rollout_module
@@ -98,6 +101,32 @@ def test_an_episode_token_by_token(tokenizer, search):
     assert tokenizer.decode(answer).strip() == "<answer> gold </answer>"
     assert [p.id for p in episode.turns[0].passages] == ["0", "1", "2"]
     assert all((p == 0.0) == (a == 0) for p, a in zip(episode.logprobs, episode.action_ids, strict=True))
+
+
+def test_the_tag_begins_behind_a_character_whose_bytes_are_tokens():
+    """Llama-2's kind: an incomplete character is decoded as one U+FFFD a byte, a whole one is shorter."""
+    names = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *map(chr, range(33, 127))]
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE(
+            vocab={name: place for place, name in enumerate(names)},
+            merges=[],
+            byte_fallback=True,
+            unk_token="<unk>",
+        )
+    )
+    backend.normalizer = tokenizers.normalizers.Replace(" ", "▁")
+    parts = [
+        tokenizers.decoders.Replace("▁", " "),
+        tokenizers.decoders.ByteFallback(),
+        tokenizers.decoders.Fuse(),
+    ]
+    backend.decoder = tokenizers.decoders.Sequence(parts)
+    bytewise = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+    for thought in ("x😀", "x日本", "x ", "日x", ""):
+        ids = bytewise.encode(thought + "<answer>", add_special_tokens=False)
+        of = types.SimpleNamespace(tokenizer=bytewise)
+        found = rollout_module._Conversations._tokens_before(of, ids, len(thought))
+        assert found == len(ids) - len("<answer>") and bytewise.decode(ids[:found]) == thought
 
 
 def test_invalid_actions_cost_a_turn_and_get_the_corrective_message(tokenizer, search):

@@ -23,6 +23,7 @@ from lld.reward import overlong_punishment
 from lld.running import playing
 from lld.running.dry_row import check_names
 from lld.selection import chosen_by_update, trained_rows
+from lld.tools import Unplayed
 from lld.update import loss_of, update_counts
 from lld.weights import AGGREGATIONS, CORRECTIONS, correction_weights
 
@@ -683,8 +684,11 @@ def test_tokens_of_dropped_rows_enter_no_nthr_score():
 # ---- dynamic sampling
 
 
-def drawn(monkeypatch, groups, extra_draws, wanted=2, step=3, reward=None):
-    """Names of the kept groups, the row, and what was asked; `groups` {question: rewards}, played in turn."""
+def drawn(monkeypatch, groups, extra_draws, wanted=2, step=3, reward=None, lost=("", "")):
+    """Names of the kept groups, the row, and what was asked; `groups` {question: rewards}, played in turn.
+
+    lost: questions whose search failed in every draw, and those for which one found nothing.
+    """
     questions = [Question(name, name, ("a",), "q") for name in groups]
     rollout = {"num_questions": wanted, "group_size": 2, "extra_draws": extra_draws}
     cfg = settings.from_dict({"rollout": rollout, "optim": OPTIM, "reward": reward or {}})
@@ -693,10 +697,12 @@ def drawn(monkeypatch, groups, extra_draws, wanted=2, step=3, reward=None):
     def play_questions(run, some, step, before):
         asked.append([question.id for question in some])
         assert before == list(itertools.chain(*asked[:-1]))
-        return [Episode(q, n, [0], stop_reason=str(r)) for q in some for n, r in enumerate(groups[q.id])], {
-            "failed_groups": len(asked) / 10,
-            "empty_groups": 0.0,
-        }
+        failed, empty = ([q.id for q in some if q.id in names] for names in lost)
+        played = [q for q in some if q.id not in failed + empty]
+        episodes = [
+            Episode(q, n, [0], stop_reason=str(r)) for q in played for n, r in enumerate(groups[q.id])
+        ]
+        return episodes, failed, empty
 
     monkeypatch.setattr(playing, "play_questions", play_questions)
     punished = lambda cfg, n: overlong_punishment(100 * n, cfg)  # noqa: E731
@@ -716,10 +722,9 @@ OPTIM = {"updates_per_rollout": 2}
 def test_draws_stop_when_enough_groups_differ_and_fill_up_when_they_never_do(monkeypatch):
     mixed, equal = [1.0, 0.0], [0.0, 0.0]
     kept, row, asked = drawn(monkeypatch, dict.fromkeys("abcdefgh", mixed), 3)
-    assert kept == asked[0] and row == {"failed_groups": 0.1, "empty_groups": 0.0, "drawn_groups": 1.0}
+    assert kept == asked[0] and row == {"failed_groups": 0.0, "empty_groups": 0.0, "drawn_groups": 1.0}
     kept, row, asked = drawn(monkeypatch, dict.fromkeys("abcdefgh", equal), 3)
     assert kept == asked[0] and len(asked) == 4 and row["drawn_groups"] == 4.0
-    assert row["failed_groups"] == pytest.approx(0.25)  # of all that was played
     groups = {name: mixed if name in "ac" else equal for name in "abcdefgh"}
     for step in range(8):
         kept, row, asked = drawn(monkeypatch, groups, 3, step=step)
@@ -728,6 +733,22 @@ def test_draws_stop_when_enough_groups_differ_and_fill_up_when_they_never_do(mon
         others = [place for place, name in enumerate(flat) if name not in "ac"]
         assert kept == [flat[place] for place in sorted((places + others)[:2])]
         assert row["drawn_groups"] == len(asked) and (len(places) == 2 or len(asked) == 4)
+
+
+def test_groups_lost_to_a_search_are_counted_over_all_draws_of_the_step(monkeypatch):
+    """A draw that alone lost more than half of its groups does not end a step that has enough."""
+    groups = {name: [0.0, 0.0] for name in "abcdefgh"}
+    _, _, asked = drawn(monkeypatch, groups, 3)
+    flat, (first, second) = list(itertools.chain(*asked)), asked[-1]
+    lost = (first, second) if first != second else (first, "")
+    kept, row, again = drawn(monkeypatch, groups, 3, lost=lost)
+    assert again == asked and kept == [name for name in flat if name not in lost][:2]
+    assert row["failed_groups"] == flat.count(lost[0]) / 8 and row["empty_groups"] == flat.count(lost[1]) / 8
+    assert drawn(monkeypatch, groups, 3, lost=("", set(asked[-1])))[1]["empty_groups"] <= 0.5
+    with pytest.raises(Unplayed, match="^8 of 8 groups were dropped for a search without a passage"):
+        drawn(monkeypatch, groups, 3, lost=("", "abcdefgh"))
+    with pytest.raises(Unplayed, match="2 of 2 groups"):
+        drawn(monkeypatch, groups, 0, lost=("", "abcdefgh"))
 
 
 def test_groups_that_differ_by_their_overlong_punishment_alone_are_not_mixed(monkeypatch):
@@ -741,7 +762,7 @@ def test_draws_are_a_function_of_seed_step_and_number_and_the_first_is_the_plain
     _, _, first = drawn(monkeypatch, equal, 3)
     _, _, again = drawn(monkeypatch, equal, 3)
     _, row, plain = drawn(monkeypatch, equal, 0)
-    assert first == again and plain == first[:1] and row == {"failed_groups": 0.1, "empty_groups": 0.0}
+    assert first == again and plain == first[:1] and row == {"failed_groups": 0.0, "empty_groups": 0.0}
     _, _, later = drawn(monkeypatch, equal, 3, step=4)
     assert later[0] != first[0] and len({tuple(some) for some in first}) > 1
 

@@ -114,18 +114,28 @@ def load_lm(options: Model, dtype: torch.dtype = torch.float32):
 
 
 def check_fit(lm, tokenizer, max_episode_tokens: int) -> None:
-    """Raises ValueError if the model has fewer tokens than the tokenizer, or too short a context."""
+    """Raises ValueError if the model has fewer tokens than the tokenizer, or too short a context.
+
+    Also beyond a sliding window of all layers (Mistral, Phi-3), which engine and policy do not apply, and
+    beyond the length at which longrope's angles change, as they would for all rows that share a pass.
+    """
     vocabulary = lm.get_input_embeddings().num_embeddings
     if len(tokenizer) > vocabulary:
         raise ValueError(
             f"the tokenizer has {len(tokenizer)} tokens but the model embeds {vocabulary}: they are not of "
             "the same model"
         )
-    context = getattr(lm.config, "max_position_embeddings", None)
-    if context is not None and max_episode_tokens > context:
-        raise ValueError(
-            f"rollout.max_episode_tokens = {max_episode_tokens} exceeds the model's context of {context}"
-        )
+    config = lm.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    same = rope.get("rope_type") == "longrope" and rope.get("original_max_position_embeddings")
+    slides = not getattr(config, "layer_types", None) and getattr(config, "sliding_window", None)
+    for limit, what in (
+        (getattr(config, "max_position_embeddings", None), "the model's context of"),
+        (same, "the length at which the model's rotary angles change (longrope),"),
+        (slides, "the model's sliding window, which is not applied here, of"),
+    ):
+        if limit and max_episode_tokens > limit:
+            raise ValueError(f"rollout.max_episode_tokens = {max_episode_tokens} exceeds {what} {limit}")
 
 
 def engine_model(lm: nn.Module, device: torch.device, *, bf16: bool, share: bool = False) -> nn.Module:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-from statistics import fmean
 
 from accelerate.utils import gather_object
 from tqdm import tqdm
@@ -61,28 +60,30 @@ def draw_groups(run: Run, step: int) -> tuple[list[Episode], dict[str, float]]:
     are the first num_questions groups whose rewards differ by more than an overlong punishment, and where
     there are fewer, the first of the others as well; in the order in which they were drawn. Which questions
     are drawn is a pure function of seed, step and number of the draw, so that nothing about it is in a
-    checkpoint.
+    checkpoint. Raises Unplayed, on all processes, as `play_questions` and `check_empty` do.
     """
-    cfg, asked, groups, rewards, lost = run.cfg, [], [], [], []
+    cfg, asked, groups, failures, empty, rewards, mixed = run.cfg, [], [], [], [], [], []
     wanted, size = cfg.rollout.num_questions, cfg.rollout.group_size
     of_answers = dataclasses.replace(cfg.reward, overlong_max=0, overlong_cache=0)
     for draw in range(1 + cfg.rollout.extra_draws):
         questions = questions_of_step(run.questions, step, wanted, draw_seed(cfg.run.seed, draw))
-        kept, dropped = play_questions(run, questions, step, asked)
-        if not cfg.rollout.extra_draws:
-            return kept, dropped
+        kept, failed, found_nothing = play_questions(run, questions, step, asked)
         asked += [question.id for question in questions]
-        drawn = [kept[start : start + size] for start in range(0, len(kept), size)]
-        groups += drawn
-        rewards += [score_episodes(group, run.tokenizer, of_answers) for group in drawn]
-        lost.append(dropped)
-        mixed = [place for place in range(len(groups)) if len(set(rewards[place])) > 1]
-        if len(mixed) >= wanted:
-            break
+        groups += [kept[start : start + size] for start in range(0, len(kept), size)]
+        failures += failed
+        empty += found_nothing
+        if cfg.rollout.extra_draws:
+            drawn = groups[len(rewards) :]
+            rewards += [score_episodes(group, run.tokenizer, of_answers) for group in drawn]
+            mixed = [place for place in range(len(groups)) if len(set(rewards[place])) > 1]
+            if len(mixed) >= wanted:
+                break
+    check_empty(run, empty, len(asked), len(groups) * size)
     others = [place for place in range(len(groups)) if place not in mixed]
     places = sorted((mixed + others)[:wanted])
-    row = {name: fmean(dropped[name] for dropped in lost) for name in lost[0]}
-    row["drawn_groups"] = len(asked) / wanted
+    row = {"failed_groups": len(failures) / len(asked), "empty_groups": len(empty) / len(asked)}
+    if cfg.rollout.extra_draws:
+        row["drawn_groups"] = len(asked) / wanted
     return [episode for place in places for episode in groups[place]], row
 
 
@@ -96,33 +97,36 @@ def draw_seed(seed: int, draw: int) -> int:
 
 def play_questions(
     run: Run, questions: list[Question], step: int, asked: list[str]
-) -> tuple[list[Episode], dict[str, float]]:
+) -> tuple[list[Episode], list[str], list[str]]:
     """Plays questions of a step; each process plays complete groups, of every num_processes-th question.
 
     Groups in which a search failed are dropped, and so are groups in which a search found nothing, unless
-    `retriever.empty_results` is "show". Raises Unplayed, on all processes, if more groups failed than
-    `rollout.max_failed_groups` allows, if more than MAX_EMPTY_GROUPS were dropped for an empty search, or if
-    such drops leave fewer than optim.updates_per_rollout episodes.
+    `retriever.empty_results` is "show". Returns the episodes of the others, and why groups were dropped, as
+    `sort_groups` does. Raises Unplayed, on all processes, if more groups failed than
+    `rollout.max_failed_groups` allows.
     """
     played, failure = play_own_groups(run, questions, step, asked)
     failures = [text for text in gather_object([failure]) if text]
     if failures:
         raise Unplayed(failures[0])
-    groups = gather_groups(run, played, len(questions))
-    kept, failures, empty = sort_groups(groups)
+    kept, failures, empty = sort_groups(gather_groups(run, played, len(questions)))
     if len(failures) > run.cfg.rollout.max_failed_groups * len(questions):
         raise Unplayed(failures[0])
-    too_few_left = len(kept) < run.cfg.optim.updates_per_rollout
-    if len(empty) > MAX_EMPTY_GROUPS * len(questions) or (empty and too_few_left):
+    return kept, failures, empty
+
+
+def check_empty(run: Run, empty: list[str], num_groups: int, num_kept: int) -> None:
+    """Raises Unplayed if searches that found nothing cost a step more than MAX_EMPTY_GROUPS of its groups.
+
+    Or if they left fewer episodes (`num_kept`) than optim.updates_per_rollout. `empty`: one reason a group.
+    """
+    too_few_left = num_kept < run.cfg.optim.updates_per_rollout
+    if len(empty) > MAX_EMPTY_GROUPS * num_groups or (empty and too_few_left):
         raise Unplayed(
-            f"{len(empty)} of {len(questions)} groups were dropped for a search without a passage "
+            f"{len(empty)} of {num_groups} groups were dropped for a search without a passage "
             f"({empty[0]}, for one): mend the index, or set retriever.empty_results=show, "
             "which shows the model an empty block and which a resumed run may change"
         )
-    return kept, {
-        "failed_groups": len(failures) / len(questions),
-        "empty_groups": len(empty) / len(questions),
-    }
 
 
 def play_own_groups(
