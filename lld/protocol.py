@@ -16,6 +16,7 @@ ACTION_TAGS = {tool.tag: kind for kind, tool in TOOLS.items()} | {"answer": "ans
 TAG_OF_KIND = {kind: tag for tag, kind in ACTION_TAGS.items()}
 TAGS = ("think", "information", *ACTION_TAGS)
 STOP_STRINGS = tuple(f"</{tag}>" for tag in ACTION_TAGS)
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>")  # the end of a turn in the chat templates of Qwen and Llama
 
 # Parts of a response. A part's id, in `Batch.part_ids_BT` and in files, is its position here, counted from 1.
 # Further tools are appended, so ids 1 to 3 never change.
@@ -269,5 +270,5 @@ def eos_ids(lm, tokenizer) -> tuple[int, ...]:
     ids = {tokenizer.eos_token_id, *(configured if isinstance(configured, (list, tuple)) else [configured])}
     if tokenizer.chat_template is not None:
         vocabulary = tokenizer.get_vocab()
-        ids |= {vocabulary.get(token) for token in ("<|im_end|>", "<|eot_id|>")}
+        ids |= {vocabulary.get(token) for token in TURN_ENDS}
     return tuple(sorted(i for i in ids if i is not None))

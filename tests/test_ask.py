@@ -4,6 +4,7 @@ import io
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 from test_evaluate import one_thread, world  # noqa: F401 (fixtures)
@@ -13,6 +14,7 @@ from lld.ask import session
 from lld.ask.screen import Screen, split_parts
 from lld.evaluate import evaluate_questions
 from lld.evaluation.options import checkpoint_of
+from lld.retrieval.luck import Luck
 from lld.tools import Passage, RetrieverError
 
 OPENED = {}  # agents of this file, by configuration: opening one takes seconds
@@ -105,6 +107,15 @@ def test_words_are_on_the_screen_before_the_turn_ends(world):  # noqa: F811
     assert [text for text, _ in seen][:3] == ["", "text     hmm", "text     hmm hmm"] and not seen[2][1]
     assert lines[0] == "text    " + " hmm" * 8 and lines[1].startswith("reads    ")
     assert lines[-1] == "answer   arden" and len(record["turns"]) == 2
+
+
+def test_failed_searches_fail_on_the_screen_too(world, monkeypatch):  # noqa: F811
+    agent = make_agent(world)
+    luck = Luck(0.999999, lambda *_: [[Passage("", '"Nobody"\nknows')]], 1)
+    monkeypatch.setattr(agent, "search", replace(agent.search, luck=luck))
+    for screen in (None, Screen(io.StringIO(), False)):
+        record = agent.play("question 0 of kind alpha", screen)
+        assert record["turns"][0]["passages"] == ['"Nobody"\nknows'], screen
 
 
 def make_agent(world):  # noqa: F811

@@ -788,6 +788,11 @@ def test_a_file_of_several_sources_gives_the_rows_of_its_name(tmp_path):
     assert [question.id for question in data.load_benchmark(cfg, "nq")] == ["nq/t0", "nq/t2"]
     with pytest.raises(ValueError, match="nq, popqa but no rows of source 'musique'"):
         data.load_benchmark(cfg, "musique")
+    (tmp_path / "test.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows[:2]).replace("popqa", "2wikimultihopqa")
+    )
+    cfg.eval.benchmarks["2wiki"] = cfg.eval.benchmarks["nq"]
+    assert [question.source for question in data.load_benchmark(cfg, "2wiki")] == ["2wiki"], "as in AVERAGES"
 
 
 def test_a_gpu_evaluates_the_model_that_training_plays_with(world, monkeypatch):

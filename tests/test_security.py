@@ -268,6 +268,14 @@ def test_a_runs_own_options_choose_no_code_no_place_to_write_and_no_server_elsew
         and cfg.run.trackers == ()
     )
     assert "benchmarks: mine = /elsewhere/b.jsonl" in capsys.readouterr().err, "what will be read is said"
+    assert cfg.retriever.replicas == (), "the file's replicas are of the file's url"
+    with pytest.raises(ValueError, match="names the server 'http://evil.example'"):
+        options_of(ckpt, None, ["retriever.replicas=[]"])
+    near = run_folder(
+        tmp_path / "near", retriever={"url": "http://localhost:1", "replicas": ["http://evil.example"]}
+    )
+    with pytest.raises(ValueError, match=r"give retriever.replicas=\[http://evil.example\] if it is meant"):
+        options_of(near, None, [])
     named = options_of(ckpt, str(tmp_path / "run" / "config.yaml"), ["model.trust_remote_code=true"])
     assert (
         named.model.trust_remote_code

@@ -11,13 +11,15 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import torch
 import yaml
-from conftest import ROOT
+from conftest import ROOT, make_lm, make_tokenizer
 from test_evaluate import one_thread, open_world, world  # noqa: F401 (fixtures)
 
 from lld import settings
 from lld.episode import Question
 from lld.evaluate import evaluate_questions
+from lld.evaluation.folder import checkpoint_files
 from lld.files import fingerprint
 from lld.model.folder import check_folder
 from lld.share import card
@@ -144,6 +146,34 @@ def test_the_cards_code_plays_the_episode_that_lld_plays(world, run_dir):  # noq
     assert [names["ask"](text, search) for text in texts] == [record["answer"] for record in records]
     assert asked == queries == ["ada"]
     assert [tokenizer.decode(turn) for turn in turns] == [t["text"] for r in records for t in r["turns"]]
+
+
+def test_the_cards_code_ends_turns_as_lld_does_and_repeats_freely(tmp_path):
+    """Qwen2.5's base models end a turn with <|im_end|>, not their EOS; others' files penalise repetitions."""
+    tokenizer = make_tokenizer(chat=True)
+    tokenizer.eos_token = "<|endoftext|>"
+    lm, ids = make_lm(tokenizer), tokenizer.encode("who wrote it?")
+    lm.generation_config.eos_token_id = tokenizer.eos_token_id
+    written = lm.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0, len(ids) :]
+    ended, written = tokenizer.convert_tokens_to_ids("<|im_end|>"), written.tolist()
+    lm.generation_config.repetition_penalty = 5.0
+    with torch.no_grad():
+        lm.lm_head.weight[ended] = 1.0001 * lm.lm_head.weight[written[4]]
+    lm.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    code, vllm = loading_code(
+        str(tmp_path), tmp_path, settings.from_dict({"model": {"mixed_precision": "no"}})
+    )
+    names = {}
+    exec(code, names)
+    assert names["write"](ids) == [*written[: written.index(written[4])], ended]
+    assert "<|im_end|>" in vllm
+
+
+def test_sharded_weights_come_with_their_index(tmp_path):
+    make_lm(make_tokenizer()).save_pretrained(tmp_path, max_shard_size="100KB")
+    names = [path.name for path in checkpoint_files(tmp_path)]
+    assert "model.safetensors.index.json" in names and "model-00001-of-" in "".join(names)
 
 
 # ---- uploading ----

@@ -11,7 +11,7 @@ from lld.episode import Question
 from lld.evaluate import episode_record
 from lld.evaluation.play import open_engine
 from lld.model import load
-from lld.retrieval.client import check_health, make_search
+from lld.retrieval import client
 from lld.reward import gold_in_results
 from lld.tools import Passage, Search
 
@@ -64,8 +64,8 @@ class Agent:
         protocol.check_observation_budget(
             self.tokenizer, cfg.retriever.topk, cfg.rollout.max_observation_tokens
         )
-        check_health(cfg.retriever)
-        self.search = make_search(cfg.retriever)
+        client.check_health(cfg.retriever)
+        self.search = client.make_search(cfg.retriever)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.engine = open_engine(cfg, self.tokenizer, device)
         self.num_asked = 0
@@ -88,7 +88,7 @@ class Agent:
         engine, search = self.engine, self.search
         if screen is not None:
             engine = Overheard(engine, search, screen)
-            search = engine.search
+            search = client.Search(engine.search, None, getattr(search, "luck", None))
         episodes = rollout.rollout(
             engine,
             self.tokenizer,

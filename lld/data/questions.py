@@ -165,6 +165,7 @@ def question_of_row(row: dict, place: str, default_source: str) -> Question:
     source = row.get("data_source") or default_source
     if not isinstance(source, str):
         raise ValueError(f"{place}: data_source = {source!r} must be a text, such as 'nq'")
+    source = {"2wikimultihopqa": "2wiki"}.get(source, source)  # FlashRAG's name, which Search-R1's files have
     name = row.get("id")
     if name is None and (index := _field(row, "extra_info", "index")) is not None:
         split = _field(row, "extra_info", "split")

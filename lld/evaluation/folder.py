@@ -16,8 +16,9 @@ from lld.running import checkpoint, provenance
 ROOT = Path(__file__).parents[2]
 # Files of a checkpoint that can change an answer
 CHECKPOINT_FILES = (
-    "*.safetensors",
-    "pytorch_model*.bin",
+    "*.safetensors*",  # weights, and the index of sharded ones
+    "pytorch_model*.bin*",
+    "*.py",  # of model.trust_remote_code
     "config.json",
     "adapter_config.json",
     "generation_config.json",
@@ -26,6 +27,7 @@ CHECKPOINT_FILES = (
     "vocab*",
     "merges.txt",
     "special_tokens_map.json",
+    "added_tokens.json",
 )
 # Options that change a figure. retriever.url is not one: the same server may restart on another node.
 OPTIONS = (

@@ -5,7 +5,7 @@ import sys
 import urllib.parse
 from pathlib import Path
 
-from lld.config import Config
+from lld.config import Config, Retriever
 from lld.record.runs import printable
 from lld.settings import read_back
 
@@ -54,6 +54,9 @@ def options_of(ckpt: Path, config_file: str | None, overrides: list[str], questi
             f"{ckpt} does not lie in a run's folder (RUN/checkpoints/step_N with RUN/config.yaml): "
             "give --config"
         )
+    given = {override.partition("=")[0] for override in overrides}
+    if config_file is None and "retriever.url" in given - {"retriever.replicas"}:
+        overrides = [*overrides, "retriever.replicas=[]"]  # those in the file belong to the file's url
     cfg, dropped = read_back(path, overrides)
     for name in dropped:
         if name in ("model.trust_remote_code", "retriever.record", "reward.kind"):
@@ -62,20 +65,22 @@ def options_of(ckpt: Path, config_file: str | None, overrides: list[str], questi
             )
     if config_file is None:
         servers = [url for url in (cfg.retriever.url, *cfg.retriever.replicas) if url is not None]
-        given = {override.partition("=")[0] for override in overrides}
-        if cfg.retriever.replay is None and not given & {"retriever.url", "retriever.replicas"}:
-            _refuse_elsewhere(path, servers)
+        if cfg.retriever.replay is None:
+            _refuse_elsewhere(path, cfg.retriever, given)
         _tell(_what_is_read(path, cfg, servers, questions))
     return cfg
 
 
-def _refuse_elsewhere(path: Path, servers: list[str]) -> None:
-    for url in servers:
-        if urllib.parse.urlsplit(url).hostname not in LOOPBACK:
-            raise ValueError(
-                f"{path} names the server {url!r}, which would be sent what the model asks: "
-                f"give retriever.url={url} if it is meant"
-            )
+def _refuse_elsewhere(path: Path, options: Retriever, given: set[str]) -> None:
+    for name, servers in (("url", [options.url]), ("replicas", options.replicas)):
+        for url in servers:
+            mine = url is None or urllib.parse.urlsplit(url).hostname in LOOPBACK
+            if not mine and f"retriever.{name}" not in given:
+                value = url if name == "url" else f"[{', '.join(servers)}]"
+                raise ValueError(
+                    f"{path} names the server {url!r}, which would be sent what the model asks: "
+                    f"give retriever.{name}={value} if it is meant"
+                )
 
 
 def _what_is_read(path: Path, cfg: Config, servers: list[str], questions: bool) -> str:

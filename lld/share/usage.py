@@ -43,6 +43,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 STOPS = {stop!r}
 tokenizer = AutoTokenizer.from_pretrained({name!r})
 model = AutoModelForCausalLM.from_pretrained({name!r}, dtype={dtype}).eval()  # .to("cuda")
+ends = model.generation_config.eos_token_id
+ends = {{*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id}}
+ends |= {{tokenizer.get_vocab().get(mark) for mark in {marks!r}}}
 
 
 def write(ids):
@@ -56,6 +59,8 @@ def write(ids):
         attention_mask=torch.ones_like(prompt),
         max_new_tokens={tokens},
         do_sample=False,
+        repetition_penalty=1.0,  # training had none, whatever the checkpoint's generation_config says
+        eos_token_id=sorted(ends - {{None}}),
         stopping_criteria=[ended],
     )
     return out[0, len(ids) :].tolist()
@@ -67,8 +72,13 @@ from vllm import LLM, SamplingParams
 
 llm = LLM(model={name!r})
 tokenizer = llm.get_tokenizer()
+ends = {{tokenizer.get_vocab().get(mark) for mark in {marks!r}}} - {{None}}
 params = SamplingParams(
-    temperature=0.0, max_tokens={tokens}, stop={stop!r}, include_stop_str_in_output=True
+    temperature=0.0,
+    max_tokens={tokens},
+    stop={stop!r},
+    include_stop_str_in_output=True,
+    stop_token_ids=sorted(ends),  # beside the EOS of tokenizer and generation_config
 )
 
 
@@ -87,6 +97,7 @@ def loading_code(name: str, ckpt: Path, cfg: Config) -> tuple[str, str]:
         "name": name,
         "stop": list(protocol.STOP_STRINGS),
         "tokens": cfg.rollout.max_new_tokens,
+        "marks": protocol.TURN_ENDS if has_template else (),
         "dtype": "torch.bfloat16" if cfg.model.mixed_precision == "bf16" else '"auto"',
     }
     loop = LOOP.format(
