@@ -17,6 +17,10 @@ SCRIPTS = sorted((ROOT / "tests" / "bench").glob("*.py"))
 def test_its_imports_are_there(path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(os, "environ", os.environ.copy())
+    body = [ast.unparse(statement) for statement in ast.parse(path.read_text()).body]
+    found = [number for number, text in enumerate(body) if text.startswith(("import lld", "from lld"))]
+    before = body[: found[0]] if found else ["sys.path"]
+    assert any(text.startswith("sys.path") for text in before), "python FILE finds only the file's own folder"
     spec = importlib.util.spec_from_file_location(f"bench_{path.stem}", path)
     script = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, script)

@@ -13,6 +13,7 @@ import zlib
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock, Thread
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,8 +27,9 @@ from lld import protocol, settings
 from lld.episode import Question
 from lld.model.load import load_tokenizer
 from lld.protocol import Passage
+from lld.record.metrics import Clock, Timed
 from lld.retrieval.client import Client
-from lld.running import setup
+from lld.running import playing, setup
 from lld.tools import RetrieverError
 
 FAULTS = ("killed", "hangs", "short", "garbage", "empty", "blank", "error", "half")
@@ -297,3 +299,21 @@ def test_updates_take_any_number_of_rows():
         assert sorted(row for shares in plan for share in shares for row in share) == list(range(rows_left))
         sizes = [sum(map(len, shares)) for shares in plan]
         assert len(sizes) == 10 and max(sizes) - min(sizes) <= 1 and min(sizes) >= 1
+
+
+def test_the_time_of_searches_is_that_of_the_rollout_alone(monkeypatch):
+    def draw_groups(run, step):
+        run.search.seconds += 2.0
+        return [], {}
+
+    monkeypatch.setattr(playing, "draw_groups", draw_groups)
+    monkeypatch.setattr(playing.saving, "enter_rollout", lambda run, step: None)
+    monkeypatch.setattr(playing.saving, "enter_update", lambda run: None)
+    search, clock = Timed(None), Clock()
+    search.seconds = 5.0  # of an evaluation at the start
+    playing.play(
+        SimpleNamespace(cfg=settings.Config(), box=None, optimizer=None, search=search, clock=clock), 0
+    )
+    search.seconds += 7.0  # of one after the step
+    clock.lap("update")
+    assert clock.row([], 1, 0)["time/search_s"] == 2.0

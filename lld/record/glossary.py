@@ -154,14 +154,17 @@ GLOSSARY = {
     "eval/*/num_questions": "questions asked there",
     "time/rollout_s": "seconds of sampling and searching",
     "time/search_s": (
-        "seconds spent inside the search function (overlaps with sampling where rollout.overlap_search)"
+        "seconds of the rollout inside the search function (overlaps with sampling where "
+        "rollout.overlap_search)"
     ),
     "time/update_s": "seconds of scoring and updating",
     "time/monitor_s": "seconds of computing and writing what the recorder logs",
     "time/rescore_s": "seconds of re-scoring after the last update, and of the sentinel",
     "time/eval_s": "seconds of evaluation",
     "time/step_s": "seconds of the whole step",
-    "speed/sampled_tokens_per_s": "model-written tokens per second of rollout, per process",
+    "speed/sampled_tokens_per_s": (
+        "model-written tokens of the episodes that are kept per second of rollout, per process"
+    ),
     "speed/trained_tokens_per_s": (
         "tokens (prompt and observations included) per second of update, all processes"
     ),

@@ -149,20 +149,19 @@ class Clock:
     def __init__(self):
         self.start = self.last = time.perf_counter()
         self.laps: dict[str, float] = {}
+        self.search_s = 0.0  # of the rollout
 
     def lap(self, name: str) -> None:
         now = time.perf_counter()
         self.laps[name] = now - self.last
         self.last = now
 
-    def row(
-        self, search_s: float, episodes: list[Episode], num_processes: int, trained_tokens: int
-    ) -> dict[str, float]:
-        """time/* in seconds, speed/* in tokens a second; `search_s`: seconds inside the search."""
+    def row(self, episodes: list[Episode], num_processes: int, trained_tokens: int) -> dict[str, float]:
+        """time/* in seconds, speed/* in tokens a second."""
         sampled = sum(episode.num_model_tokens for episode in episodes)
         return {
             **{f"time/{name}_s": seconds for name, seconds in self.laps.items()},
-            "time/search_s": search_s,
+            "time/search_s": self.search_s,
             "time/step_s": self.last - self.start,
             "speed/sampled_tokens_per_s": sampled / num_processes / self.laps["rollout"],
             "speed/trained_tokens_per_s": trained_tokens / self.laps["update"],

@@ -25,7 +25,8 @@ class Course(NamedTuple):
 def held_out_course(rows: Sequence[dict], options: dict) -> Course | None:
     """The course of the exact match; None before the second evaluation."""
     found: dict[int, list[float]] = {}
-    for scores in runs.held_out_scores(rows, options).values():
+    by_benchmark = runs.held_out_scores(rows, options)
+    for scores in by_benchmark.values():
         for num_steps, score in scores:
             found.setdefault(num_steps, []).append(score)
     most = max(map(len, found.values()), default=0)
@@ -34,12 +35,10 @@ def held_out_course(rows: Sequence[dict], options: dict) -> Course | None:
         return None
     (first, *_), (*_, now) = means.values(), means.values()
     best_at = max(means, key=means.__getitem__)
-    questions = [
-        sum(row[name] for name in row if name.startswith("eval/") and name.endswith("/num_questions"))
-        for row in rows
-    ]
-    spread = sum(em * (1 - em) for em in (first, means[best_at]))
-    noise = 2 * math.sqrt(max(spread, 0.0) / max(questions)) if max(questions) else NOISE
+    sizes = [max(row.get(f"eval/{name}/num_questions", 0) for row in rows) for name in by_benchmark]
+    spread = max(0.0, sum(em * (1 - em) for em in (first, means[best_at])))
+    # Every benchmark has the same weight, however many questions it has
+    noise = 2 * math.sqrt(spread * sum(1 / size for size in sizes)) / most if all(sizes) else NOISE
     return Course(first, now, means[best_at], best_at, noise)
 
 

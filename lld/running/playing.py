@@ -43,12 +43,14 @@ def play(run: Run, step: int) -> tuple[list[Episode], dict[str, float]]:
     """
     cfg = run.cfg
     saving.enter_rollout(run, step)
+    run.search.reset()  # an evaluation's searches are not the rollout's
     with sharding.optimizer_on_cpu(run.optimizer, cfg.optim.cpu_in_rollout):
         if run.box is None:
             played = draw_groups(run, step)
         else:
             played = replay(run, step)
     run.clock.lap("rollout")
+    run.clock.search_s = run.search.reset()
     saving.enter_update(run)
     return played
 

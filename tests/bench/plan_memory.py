@@ -17,9 +17,11 @@ import sys
 import time
 from pathlib import Path
 
+ROOT = Path(__file__).parent.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
 from lld import settings
 
-ROOT = Path(__file__).parent.parent.parent
 PLAIN = {"mixed_precision": "no", "gradient_checkpointing": False}
 SIZES = {  # Qwen2 shapes for a CPU, and the options of the run
     "24M": (
@@ -181,7 +183,6 @@ def resident(name: str = "VmRSS") -> int:
 
 def measure(size: str, gpu: bool) -> list:
     """[size, phase, planned GB, measured GB, terms of the plan] for each phase."""
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     import torch
 
     from lld.running import plan

@@ -144,14 +144,7 @@ def gates(cfg, tokenizer, lm) -> None:
         first,
         "no update, against the sampler's",
     )
-    some = Batch(
-        *(
-            tuple(batch.names[row] for row in first)
-            if field.name == "names"
-            else getattr(batch, field.name)[first]
-            for field in dataclasses.fields(Batch)
-        )
-    )
+    some = batch.rows(first)
     plain = dataclasses.replace(
         cfg,
         loss=dataclasses.replace(cfg.loss, lld_weight=0.0, kl_weight=0.0),

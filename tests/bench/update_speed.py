@@ -97,7 +97,7 @@ def our_step(lm, rows, optimizer, full: bool):
     from lld.update import update_policy
 
     class FullLogits(Policy):
-        def forward(self, token_ids_BT, scored_BT, temperature=1.0, entropy_gradient=False):
+        def forward(self, token_ids_BT, scored_BT, temperature=1.0, entropy_gradient=False, kept=None):
             first = int(scored_BT.any(0).nonzero()[0])
             logits_BTV = (
                 self.lm(
