@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import one_hot
 
 from lld.episode import Batch, Episode
@@ -160,11 +159,6 @@ def nthr_table(accelerator, policy, batch: Batch, cfg: Config) -> torch.Tensor:
 
     Tokens of dropped rows enter no score and no threshold; p counts their rows, as the group's mean does.
     """
-    if isinstance(policy, FSDPModule):
-        raise ValueError(
-            "loss.weights nthr reads hidden states and the whole head, which a sharded policy does not have "
-            "in one piece: drop it, or train without FSDP"
-        )
     bare, size = accelerator.unwrap_model(policy).eval(), cfg.rollout.group_size
     head, table_BT = bare.lm.get_output_embeddings(), torch.zeros(batch.token_ids_BT.shape)
     num_groups = len(batch.names) // size

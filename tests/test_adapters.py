@@ -253,6 +253,9 @@ def test_options_of_adapters_need_a_rank_and_sharding_is_refused():
     cfg = settings.load(str(ROOT / "configs" / "3b.yaml"), ["model.lora_rank=8"])
     with pytest.raises(ValueError, match="model.lora_rank = 8 with sharded weights"):
         plan.refuse_combination(cfg, plan.Setup(4, True, True, None))
+    cfg = settings.load(str(ROOT / "configs" / "3b.yaml"), ["loss.preset=nthr"])
+    with pytest.raises(ValueError, match="loss.weights nthr reads hidden states and the whole head"):
+        plan.refuse_combination(cfg, plan.Setup(4, True, True, None))
 
 
 def test_adapters_on_adapters_and_a_missing_peft_are_refused(trained, capsys, monkeypatch):

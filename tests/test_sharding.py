@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -294,3 +295,29 @@ def test_accelerate_reads_its_configurations(path, monkeypatch):
     options = getattr(read, "fsdp_config", None) or {}
     assert all(name.startswith("fsdp_") for name in options) and options.get("fsdp_version", 2) == 2
     assert ("not run" in path.read_text().lower()) == (path.stem != "cpu-2")
+
+
+def test_fsdp_is_off_with_one_process_and_accelerates_own_accumulation_is_refused(monkeypatch):
+    """accelerate would wrap one process's model as well, and log-probabilities would be bf16."""
+    for name, value in (("ACCELERATE_USE_FSDP", "true"), ("FSDP_VERSION", "2"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    sharding.check_launch()
+    assert sharding.asked("FSDP")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    sharding.check_launch()
+    assert not sharding.asked("FSDP")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    with pytest.raises(ValueError, match="ACCELERATE_GRADIENT_ACCUMULATION_STEPS = 4 in the environment"):
+        sharding.check_launch()
+
+
+def test_tensors_that_parameters_share_survive_the_way_to_cpu_memory():
+    """bitsandbytes puts one table into the state of every parameter."""
+    table = torch.arange(256.0)
+    optimizer = SimpleNamespace(
+        state={n: {"state1": torch.full((300,), n), "qmap1": table} for n in range(3)}
+    )
+    with sharding.optimizer_on_cpu(optimizer, True):
+        assert not table.untyped_storage().nbytes()
+    assert table.tolist() == list(range(256))
+    assert [int(optimizer.state[n]["state1"].sum()) for n in range(3)] == [0, 300, 600]

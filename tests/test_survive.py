@@ -14,6 +14,7 @@ import threading
 import time
 from http.server import HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -1134,3 +1135,16 @@ def test_a_module_that_moved_to_another_folder_is_other_code(tmp_path, monkeypat
         found.add(provenance.code_sha256("train.py"))
         path.unlink()
     assert len(found) == 2
+
+
+def test_an_update_waits_for_the_watchdogs_checkpoint():
+    """Else the file would hold weights of later updates under the step's name."""
+    guard = SimpleNamespace(saving=threading.Lock(), rescue=print, phase=lambda name: None)
+    guard.saving.acquire()  # the watchdog, in save_what_stands
+    main = threading.Thread(target=saving.enter_update, args=(SimpleNamespace(guard=guard),))
+    main.start()
+    main.join(0.2)
+    assert main.is_alive() and guard.rescue is print
+    guard.saving.release()
+    main.join(10)
+    assert not main.is_alive() and guard.rescue is None

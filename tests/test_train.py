@@ -572,6 +572,7 @@ def test_a_crash_box_replays_bit_for_bit_and_shows_another_loss(folder, capsys, 
         and (box.parent / "victim.partial" / "thesis.tex").read_text() == "years of work"
     )
     assert "rollout.max_turns cannot be changed" in refused_replay(capsys, box, "rollout.max_turns=1")
+    assert "optim.name cannot be changed" in refused_replay(capsys, box, "optim.name=adamw_offload")
     (box / "episodes" / "step_000002.jsonl").unlink()
     assert "the box is damaged" in refused_replay(capsys, box)
     assert "no crash box" in refused_replay(capsys, folder)

@@ -179,13 +179,14 @@ def replay_options(box: Path, overrides: list[str]) -> config.Config:
     before = settings.read_back(box / "config.yaml", reads=False)[0]
     # May be set on the command line; a replay draws no questions
     free = ("model.path", "model.trust_remote_code", "rollout.extra_draws")
-    for section in ("data", "model", "rollout", "retriever", "tinyworld"):
-        for option, value in settings.to_dict(cfg)[section].items():
-            if f"{section}.{option}" not in free and value != settings.to_dict(before)[section][option]:
-                raise ValueError(
-                    f"--replay: {section}.{option} cannot be changed, the box's episodes were played with "
-                    "the other value; loss, advantage, reward, optim and monitor can"
-                )
+    theirs = runs.flat(settings.to_dict(before))
+    for name, value in runs.flat(settings.to_dict(cfg)).items():
+        played_with = name.partition(".")[0] in ("data", "model", "rollout", "retriever", "tinyworld")
+        if (name == "optim.name" or (played_with and name not in free)) and value != theirs.get(name):
+            raise ValueError(
+                f"--replay: {name} cannot be changed, the box's episodes and its optimizer state were made "
+                "with the other value; loss, advantage, reward, monitor and the rest of optim can"
+            )
     if cfg.loss.support == "kept" != before.loss.support:
         raise ValueError(
             "--replay: loss.support = 'kept' needs the ids that the sampler kept, which only a run with "

@@ -796,7 +796,12 @@ def format_times(cfg: config.Config, shape: Shape, setup: Setup) -> list[str]:
 
 
 def refuse_combination(cfg: config.Config, setup: Setup) -> None:
-    """Raises ValueError for adapters or an optimizer that cannot train sharded weights, or not under DDP."""
+    """Raises ValueError for what cannot work on sharded weights, or not under DDP."""
+    if setup.sharded and "nthr" in cfg.loss.weights:
+        raise ValueError(
+            "loss.weights nthr reads hidden states and the whole head, which a sharded policy does not have "
+            "in one piece: drop it, or train without FSDP"
+        )
     if setup.sharded and cfg.model.lora_rank > 0:
         raise ValueError(
             f"model.lora_rank = {cfg.model.lora_rank} with sharded weights: a group of FSDP cannot hold "

@@ -32,7 +32,8 @@ def enter_rollout(run: Run, step: int) -> None:
 
 def enter_update(run: Run) -> None:
     run.guard.phase("update")
-    run.guard.rescue = None
+    with run.guard.saving:  # waits for a checkpoint that the watchdog is writing: it ends the run then
+        run.guard.rescue = None
 
 
 def check_weights(run: Run, row: dict, batch: Batch) -> None:

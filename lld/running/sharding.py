@@ -27,8 +27,18 @@ def asked(name: str) -> bool:
 def check_launch() -> None:
     """Raises ValueError if accelerate's configuration asks for something that train.py does not support.
 
-    Called before any file is opened.
+    Called before any file is opened. With one process there is nothing to shard: FSDP is turned off, as
+    accelerate would wrap the model in its own way.
     """
+    if asked("FSDP") and os.environ.get("WORLD_SIZE") == "1":
+        os.environ["ACCELERATE_USE_FSDP"] = "false"
+    steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if steps != "1":
+        raise ValueError(
+            f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS = {steps} in the environment: accelerate would divide "
+            "every gradient by it; unset it, an update adds up its micro-batches itself "
+            "(optim.micro_batch_size)"
+        )
     if asked("CPU") and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
         raise ValueError(
             "`accelerate launch --cpu --num_processes N` starts one process only unless MPI is installed; "
@@ -237,13 +247,16 @@ def load_snapshots(policy, parts: list[list[dict]]) -> list[dict]:
 def optimizer_on_cpu(optimizer: torch.optim.Optimizer, wanted: bool):
     """Moves the optimizer's tensors to CPU memory for the duration of the block, freeing their device memory.
 
-    Does nothing unless `wanted`. 0-dim tensors stay.
+    Does nothing unless `wanted`. 0-dim tensors stay, and of tensors that parameters share (bitsandbytes'
+    tables) one is moved.
     """
     kept = []
     for entries in optimizer.state.values() if wanted else ():
         for value in entries.values():
             if isinstance(value, torch.Tensor) and value.dim():
                 tensor = local(value)
+                if not tensor.untyped_storage().nbytes():
+                    continue
                 kept.append((tensor, tensor.to("cpu", copy=True), tensor.untyped_storage().nbytes()))
                 tensor.untyped_storage().resize_(0)
     try:
