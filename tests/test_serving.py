@@ -250,6 +250,21 @@ def test_a_failing_search_fails_its_requests_and_no_others():
     assert stats["failed_requests"] == 1
 
 
+def test_a_bad_query_in_a_batch_fails_its_own_request_alone():
+    retriever = Slow(0)
+    retriever.fails = lambda queries: "bad" in queries
+    found, stats = together(retriever, [(["a", "b"], 1), (["c", "bad"], 1), (["c"], 1)])
+    assert isinstance(found[1], RuntimeError)
+    assert [[hits[0].contents for hits in found[i]] for i in (0, 2)] == [["a 0", "b 0"], ["c 0"]]
+    assert sorted(map(len, (queries for queries, _ in retriever.asked))) == [1, 1, 1, 1, 4]
+    assert stats["failed_requests"] == 1 and stats["queue"] == {"waiting": 0, "running": 0}
+
+
+def test_a_request_of_more_queries_than_may_wait_is_answered_when_none_waits():
+    found, _ = together(Slow(), [([f"q{i}" for i in range(5)], 1), (["r"], 1)], max_waiting=3)
+    assert len(found[0]) == 5 and isinstance(found[1], Busy)
+
+
 def test_a_full_queue_is_said_so():
     found, _ = together(Slow(), [([f"q{i}"], 1) for i in range(5)], max_waiting=3)
     assert [isinstance(hits, Busy) for hits in found] == [False] * 3 + [True] * 2

@@ -72,8 +72,9 @@ class Batcher:
     - PyTorch's threads are divided among the searches; a search that runs alone gets all of them.
     - The last used thread is taken first, so a single client keeps one thread and its OpenMP team.
     - A query that already waits or runs is searched for once.
-    - At most `max_passages` (queries x topk, over all requests in progress) are promised at a time. This
-      bounds the memory of the replies; one request alone may exceed it.
+    - A search that fails is repeated query by query, so that a bad query fails only those who asked it.
+    - At most `max_passages` (queries x topk, over all requests in progress) are promised at a time, and
+      `max_waiting` queries wait. This bounds the memory; one request alone may exceed both.
 
     All methods run in the event loop, except the search itself.
     """
@@ -137,7 +138,7 @@ class Batcher:
             else:
                 pending[query] = self.running.get((topk, query)) or self.waiting.get((topk, query))
         new = [query for query, future in pending.items() if future is None]
-        if len(self.waiting) + len(new) > self.max_waiting:
+        if self.waiting and len(self.waiting) + len(new) > self.max_waiting:
             self.counts["failed"] += 1
             raise Busy(f"{len(self.waiting)} queries are waiting already")
         for query in new:
@@ -195,19 +196,11 @@ class Batcher:
                 results = await asyncio.get_running_loop().run_in_executor(
                     thread, self._search, [query for _, query in keys], topk, num_threads
                 )
-                assert len(results) == len(keys)
-            except Exception as error:
-                # Raised by the retriever: pass it on to the clients and keep the server running.
-                for future in futures.values():
-                    future.set_exception(error)
-                    # Marks it as retrieved, so asyncio logs nothing if every client has disconnected.
-                    future.exception()
-            else:
-                for (_, query), future, passages in zip(keys, futures.values(), results, strict=True):
-                    self.cache.put(query, topk, passages)
-                    future.set_result(passages)
+            except Exception as error:  # no thread could be started
+                results = [error] * len(keys)
             finally:
                 self.idle_threads.append(thread)
+            self._answer(futures, results)
             for key in keys:
                 del self.running[key]
             self.num_busy -= 1
@@ -216,9 +209,28 @@ class Batcher:
             last_s = time.monotonic() - began
             await asyncio.sleep(0)  # lets answered clients ask again
 
-    def _search(self, queries: list[str], topk: int, num_threads: int) -> list[list[Passage]]:
+    def _search(self, queries: list[str], topk: int, num_threads: int) -> list[list[Passage] | Exception]:
+        """The passages of each query, or what the retriever raised for it alone."""
         torch.set_num_threads(num_threads)  # of the calling thread
-        return self.retriever.search(queries, topk)
+        try:
+            results = self.retriever.search(queries, topk)
+            assert len(results) == len(queries)
+            return results
+        except Exception as error:
+            if len(queries) == 1:
+                return [error]
+        return [self._search([query], topk, num_threads)[0] for query in queries]
+
+    def _answer(self, futures: dict[tuple[int, str], asyncio.Future], results: list) -> None:
+        for ((topk, query), future), found in zip(futures.items(), results, strict=True):
+            if isinstance(found, Exception):
+                # Raised by the retriever: pass it on to the clients and keep the server running.
+                future.set_exception(found)
+                # Marks it as retrieved, so asyncio logs nothing if every client has disconnected.
+                future.exception()
+            else:
+                self.cache.put(query, topk, found)
+                future.set_result(found)
 
     async def _gather(self, longest_s: float) -> None:
         end = time.monotonic() + longest_s
