@@ -126,6 +126,21 @@ def test_blank_golden_answers_are_dropped_and_numbers_and_a_single_string_accept
     assert [q.golden_answers for q in load_questions(where)] == [("1815",), ("Emma",)]
 
 
+@pytest.mark.parametrize(
+    "text, golds",
+    [
+        ('["Jane Austen", "Austen"]', ("Jane Austen", "Austen")),
+        ("[1815]", ("[1815]",)),
+        ("1815", ("1815",)),
+        ('["Emma"', ('["Emma"',)),
+        ("[]", ("[]",)),
+    ],
+)
+def test_a_string_that_is_a_json_list_of_strings_is_read_as_one(tmp_path, text, golds):
+    where = write_jsonl(tmp_path / "nq.jsonl", flashrag() | {"golden_answers": text})
+    assert load_questions(where)[0].golden_answers == golds
+
+
 def test_a_folder_gives_the_file_of_the_split_and_test_falls_back_to_dev_then_train(tmp_path):
     for split in ("train", "dev", "test"):
         write_jsonl(tmp_path / "nq" / f"{split}.jsonl", flashrag(f"{split}_0"))

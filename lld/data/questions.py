@@ -115,10 +115,23 @@ def _field(row: dict, *keys: str):
     return row
 
 
+def _list_of_json(text: str) -> list[str]:
+    """The strings of a JSON list, or the text itself as the only one."""
+    try:
+        items = json.loads(text)
+    except (ValueError, RecursionError):
+        return [text]
+    is_list = isinstance(items, list) and items and all(isinstance(item, str) for item in items)
+    return items if is_list else [text]
+
+
 def _texts(value, where: str) -> tuple[str, ...]:
-    """A string, or a list, tuple or numpy array of strings, as a tuple without the blank ones."""
+    """A string, or a list, tuple or numpy array of strings, as a tuple without the blank ones.
+
+    A string may also be the JSON of a list of strings.
+    """
     value = value.tolist() if hasattr(value, "tolist") else value
-    value = [value] if isinstance(value, str) else value
+    value = _list_of_json(value) if isinstance(value, str) else value
     if not isinstance(value, (list, tuple)) or not all(
         isinstance(item, (str, int, float)) and item is not True and item is not False and item == item
         for item in value
