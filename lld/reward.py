@@ -246,13 +246,20 @@ def score_episodes(episodes: list[Episode], tokenizer, cfg: Reward) -> list[floa
     return scores
 
 
+def quotable(golden_answers: Sequence[str]) -> list[str]:
+    """The gold answers without those that are "yes", "no" or empty once normalised.
+
+    Such an answer is inferred, not quoted from a passage.
+    """
+    return [gold for gold in golden_answers if normalize_answer(gold) not in ("", "yes", "no")]
+
+
 def gold_in_results(golden_answers: Sequence[str], contents: Sequence[str]) -> bool | None:
     """Whether a normalised gold answer occurs, as whole words, in one of the retrieved passages.
 
-    None where every gold answer is "yes", "no" or empty once normalised: such an answer is inferred, not
-    quoted from a passage.
+    None where no gold answer is `quotable`.
     """
-    golds = [gold for gold in map(normalize_answer, golden_answers) if gold not in ("", "yes", "no")]
+    golds = [normalize_answer(gold) for gold in quotable(golden_answers)]
     if not golds:
         return None
     texts = [f" {normalize_answer(text)} " for text in contents]

@@ -62,6 +62,37 @@ def test_the_oracle_finds_the_answer_of_the_nearest_question(options, tmp_path):
         from_dict({"retriever": {"backend": "oracle"}})
 
 
+def test_the_oracle_does_not_look_for_yes_and_no(options, tmp_path):
+    """The passages of a yes/no question are those for its text, with its supporting titles first."""
+    passages = [{"id": f"n{i}", "contents": f'"Nay {i}"\nThe no of no, no.'} for i in range(150)]
+    with (tmp_path / "c.jsonl").open("a") as corpus:
+        corpus.write("".join(json.dumps(passage) + "\n" for passage in passages))
+    row = {"id": "1", "question": "Is tower 5 older than Other?", "golden_answers": ["No", "the"]}
+    for titles in ([], ["Page 30", "Page 9"]):
+        row["metadata"] = {"supporting_titles": titles}
+        (tmp_path / "q.jsonl").write_text(json.dumps(row) + "\n")
+        oracle = open_retriever(options("oracle", oracle_questions=str(tmp_path / "q.jsonl")))
+        [found] = oracle.search([row["question"]], 3)
+        [by_words] = open_retriever(options("bm25")).search([row["question"]], 3)
+        assert found == by_words if not titles else {p.id for p in found[:2]} == {"p9", "p30"}
+        assert found[len(titles)] == by_words[0]
+    row["golden_answers"] = ["no", "builder7"]
+    (tmp_path / "q.jsonl").write_text(json.dumps(row) + "\n")
+    oracle = open_retriever(options("oracle", oracle_questions=str(tmp_path / "q.jsonl")))
+    [found] = oracle.search([row["question"]], 2)
+    assert {p.id for p in found} == {"p7", "p40"}
+
+
+def test_the_oracles_fingerprint_is_of_its_questions_not_of_their_place(options, tmp_path):
+    def mark(name):
+        return open_retriever(options("oracle", oracle_questions=str(tmp_path / name))).fingerprint
+
+    before, text = mark("q.jsonl"), (tmp_path / "q.jsonl").read_text()
+    (tmp_path / "copy.jsonl").write_text(text)
+    (tmp_path / "q.jsonl").write_text(text.replace("Builder7", "Builder8"))
+    assert mark("copy.jsonl") == before != mark("q.jsonl")
+
+
 def test_controls_have_fingerprints_of_their_own(options):
     assert len({open_retriever(options(backend)).fingerprint for backend in ("random", "empty", "bm25")}) == 3
 

@@ -3,6 +3,7 @@
 import array
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Iterator
 
@@ -48,6 +49,22 @@ def open_lines(path: str):
         raise ValueError(
             f"cannot read {path} ({error.strerror}): mend its permissions, or give another corpus"
         ) from None
+
+
+def unpacked_bytes(path: str) -> int:
+    """The size of a corpus; that of a packed one is estimated from its first megabyte."""
+    size = os.path.getsize(path)
+    if not path.endswith(".gz"):
+        return size
+    try:
+        with open(path, "rb") as file:
+            packed = file.read(1 << 20)
+        unpacker = zlib.decompressobj(wbits=31)  # gzip's format
+        num_unpacked = len(unpacker.decompress(packed, 1 << 26))
+    except (OSError, zlib.error):  # said when it is read
+        return size
+    num_read = len(packed) - len(unpacker.unconsumed_tail) - len(unpacker.unused_data)
+    return size * num_unpacked // max(1, num_read)
 
 
 def read_lines(file, path: str) -> Iterator[bytes]:

@@ -11,12 +11,15 @@ A backend is a class with `search(queries, topk) -> list[list[Passage]]`, best p
 """
 
 import dataclasses
+import hashlib
 import os
 from pathlib import Path
 
 import torch
 
 from lld.config import Config, Retriever
+from lld.data.passages import unpacked_bytes
+from lld.files import sampled_blocks
 from lld.retrieval import memory
 from lld.retrieval.controls import EmptySearch, OracleSearch, RandomSearch
 from lld.retrieval.corpus import Corpus
@@ -24,7 +27,7 @@ from lld.retrieval.encoder import Encoder
 from lld.retrieval.index import BUILD, Vectors, built_for, index_fingerprint, match_manifest, read_manifest
 from lld.rules import check_retriever
 
-BM25_BYTES = 12  # to build it in memory, per byte of corpus file
+BM25_BYTES = 12  # to build it in memory, per byte of the unpacked corpus
 USE_INDEX = ("faiss", "torch", "bm25", None)  # backends that read retriever.index
 NEED_INDEX = ("faiss", "torch", None)
 # Backends that need nothing but the corpus; `retriever.backend` accepts these names besides those below.
@@ -52,7 +55,7 @@ def open_retriever(options: Retriever, reserved_bytes: float = 0.0):
     if manifest is not None:
         match_manifest(path, manifest, options)
     if path is None and options.backend in ("bm25", "oracle") and Path(options.corpus).is_file():
-        needed = BM25_BYTES * os.path.getsize(options.corpus)
+        needed = BM25_BYTES * unpacked_bytes(options.corpus)
         memory.check("bm25 in memory", needed, 0, 0, options.max_memory_gb, reserved=reserved_bytes)
     corpus = Corpus(options.corpus)
     if manifest is not None and corpus.sha256 != manifest["corpus_sha256"]:
@@ -61,20 +64,23 @@ def open_retriever(options: Retriever, reserved_bytes: float = 0.0):
             f"{corpus.path} ({len(corpus)}): set retriever.corpus to that one, or build again (`{BUILD}`)"
         )
     retriever = _open_backend(options, path, manifest, corpus, reserved_bytes)
-    # A bare FAISS file has no manifest with checksums: use its size and modification time instead.
-    bare = [path.stat().st_size, path.stat().st_mtime_ns] if path is not None and path.is_file() else None
     retriever.fingerprint = index_fingerprint(
         options.backend,
         corpus.sha256,
         manifest,
-        bare,
+        _mark_of_file(path) if path is not None and path.is_file() else None,
         options.encoder,
         options.dtype,
         options.faiss_params,
         options.rerank,
-        options.oracle_questions,
+        retriever.known if options.backend == "oracle" else None,
     )
     return retriever
+
+
+def _mark_of_file(path: Path) -> list:
+    """Size and a checksum of sampled blocks of a bare FAISS file, which has no manifest with checksums."""
+    return [path.stat().st_size, hashlib.sha256(b"".join(sampled_blocks(path))).hexdigest()]
 
 
 def _find_index(options: Retriever) -> Path | None:

@@ -11,6 +11,7 @@ from lld.data import load_questions
 from lld.protocol import Passage
 from lld.retrieval.bm25 import WORD, build_bm25
 from lld.retrieval.corpus import Corpus
+from lld.reward import quotable
 
 NOTHING = Passage("control:empty", '"Control"\nThis search engine finds nothing, on purpose.')
 NUM_CANDIDATES = 100  # passages that the oracle searches for answers
@@ -60,7 +61,9 @@ class OracleSearch:
 
     The query is matched to the nearest known question: by equal text, else by BM25. Of the NUM_CANDIDATES
     best passages (or topk, if larger) for that question and its answers together, those that contain an
-    answer as whole words come first, then the others, each in BM25's order.
+    answer as whole words come first, then the others, each in BM25's order. Answers that no passage quotes,
+    such as "yes", do not count; where all are such, the passages are those for the question alone, with its
+    supporting titles first.
     """
 
     backend, encoder = "oracle", None
@@ -72,6 +75,11 @@ class OracleSearch:
         texts = [question.text for question in self.questions]
         self.nearest = build_bm25(_Texts(texts))
         self.by_text = {text.strip().lower(): number for number, text in enumerate(texts)}
+
+    @property
+    def known(self) -> list[tuple]:
+        """All of the questions that the results depend on, for the index fingerprint."""
+        return [(asked.text, asked.golden_answers, asked.supporting_titles) for asked in self.questions]
 
     def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
         return [self._search_one(query, topk) for query in queries]
@@ -85,12 +93,17 @@ class OracleSearch:
                 )
             )
         question = self.questions[number]
-        golds = [spaced for gold in question.golden_answers if (spaced := _spaced(gold)).strip()]
-        [found] = self.words.search(
-            [" ".join([question.text, *question.golden_answers])], max(topk, NUM_CANDIDATES)
-        )
+        answers = quotable(question.golden_answers)
+        golds = [spaced for gold in answers if (spaced := _spaced(gold)).strip()]
+
+        def is_wanted(passage: Passage) -> bool:
+            if answers:
+                return any(gold in _spaced(passage.contents) for gold in golds)
+            return passage.contents.partition("\n")[0].strip('"') in question.supporting_titles
+
+        [found] = self.words.search([" ".join([question.text, *answers])], max(topk, NUM_CANDIDATES))
         # The sort is stable: within both groups BM25's order is kept.
-        found.sort(key=lambda passage: not any(gold in _spaced(passage.contents) for gold in golds))
+        found.sort(key=lambda passage: not is_wanted(passage))
         return found[:topk]
 
 

@@ -24,8 +24,6 @@ from lld.episode import Question
 from lld.record import runs
 
 ROOT = Path(__file__).parents[2]
-# Blocks read from a large file, and bytes a block; smaller files are read completely.
-PLACES, BLOCK = 64, 4096
 TOKENIZER, WEIGHTS = (
     ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.jinja", "special_tokens_map.json"),
     ("*.safetensors", "*.bin", "config.json", "adapter_config.json", "generation_config.json"),
@@ -65,14 +63,9 @@ def of_questions(questions: Iterable[Question]) -> str:
 def of_files(folder: Path, patterns: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for path in sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with open(path, "rb") as file:
-            if size <= PLACES * BLOCK:
-                digest.update(file.read())
-            for place in range(PLACES if size > PLACES * BLOCK else 0):
-                file.seek(place * (size - BLOCK) // (PLACES - 1))
-                digest.update(file.read(BLOCK))
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        for block in files.sampled_blocks(path):
+            digest.update(block)
     return digest.hexdigest()[:16]
 
 
