@@ -121,6 +121,54 @@ def test_a_build_that_breaks_off_goes_on_to_the_same_bits(folder, at, monkeypatc
     assert files(folder / name) == files(folder / "whole")
 
 
+@pytest.mark.parametrize("at", ["checksums", "manifest", "rename", "plan"])
+def test_a_build_killed_at_its_end_is_of_one_corpus(folder, tmp_path, at, monkeypatch):
+    """The next build is of another corpus, of as many passages with the same first: it is refused, and that
+    of the same corpus is continued to the same bits."""
+
+    def build_from(corpus):
+        options = {"shard_rows": 50, "batch_size": 8}
+        build_index(str(corpus), str(tmp_path / "out"), str(folder / "tiny-e5"), "flat", **options)
+
+    where, name, last = {
+        "checksums": (build_module, "fingerprint", "00000.npy"),
+        "manifest": (build_module, "replace_file", "manifest.json"),
+        "rename": (Path, "rename", "out.partial"),
+        "plan": (Path, "unlink", "plan.json"),
+    }[at]
+    does = getattr(where, name)
+
+    def killed(path, *rest, **more):
+        if path.name == last:
+            raise KeyboardInterrupt
+        return does(path, *rest, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, killed)
+        with pytest.raises(KeyboardInterrupt):
+            build_from(folder / "corpus.jsonl")
+    first, *others = make_passages(NUM)
+    write_corpus(tmp_path / "other.jsonl", [first, *others[::-1]])
+    with pytest.raises(ValueError, match="out exists" if at == "plan" else "begun with corpus_sha256"):
+        build_from(tmp_path / "other.jsonl")
+    if at != "plan":
+        build_from(folder / "corpus.jsonl")
+        assert files(tmp_path / "out") == files(folder / "whole")
+    build_module.check(tmp_path / "out")
+
+
+def test_vectors_without_a_plan_are_not_taken_for_those_of_this_corpus(folder, tmp_path):
+    """As a power cut may leave them."""
+    left = shutil.copytree(folder / "whole", tmp_path / "out.partial")
+    (left / "manifest.json").unlink()
+    first, *others = make_passages(NUM)
+    corpus = write_corpus(tmp_path / "other.jsonl", [first, *others[::-1]])
+    build_index(corpus, str(tmp_path / "out"), str(folder / "tiny-e5"), "none", shard_rows=50, batch_size=8)
+    expected = Encoder(str(folder / "tiny-e5")).encode([p["contents"] for p in others[::-1]], "passage")
+    np.testing.assert_allclose(Vectors(tmp_path / "out").take(np.arange(1, NUM)), expected, atol=1e-3)
+    assert not (tmp_path / "out" / "index.faiss").exists()
+
+
 def test_killed_in_earnest_and_gone_on_with(folder):
     command = [
         sys.executable,
@@ -491,6 +539,21 @@ def test_a_mistaken_factory_string_is_named(folder):
     assert files(folder / "mistaken") == files(folder / "whole")
 
 
+@pytest.mark.parametrize("index", ["IDMap,Flat", "NSG16,Flat", "IFV8,Flat"])
+def test_an_index_that_cannot_be_filled_is_refused_before_vectors_are_encoded(
+    folder, tmp_path, index, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(Encoder, "encode", lambda *_: pytest.fail("encoded"))
+        with pytest.raises(
+            ValueError, match=f"FAISS cannot make an index '{index}' of dimension 16 .* or use"
+        ):
+            build(folder, str(tmp_path / "out"), index)
+    assert not list(tmp_path.iterdir())
+    if index[:3] == "NSG":  # which is filled at once
+        build(folder, str(tmp_path / "out"), index, shard_rows=NUM)
+
+
 @pytest.mark.parametrize(
     "index, least", [("hnsw", 0.95), ("ivf-sq", 0.95), ("ivf-pq", 0.3), ("HNSW8,SQ8", 0.9)]
 )
@@ -542,6 +605,20 @@ def test_the_fingerprint_changes_with_what_is_found_and_with_nothing_else(folder
         for changes in ({}, {"url": "http://x", "timeout_s": 3.0}, {"backend": "torch"}, {"rerank": 20})
     ]
     assert marks[0] == marks[1] and len(set(marks)) == 3
+
+
+def test_a_copy_of_a_bare_file_is_the_same_index(folder, tmp_path):
+    """Another node's copy has another modification time."""
+    first = shutil.copy2(folder / "whole" / "index.faiss", tmp_path / "a.index")
+    second = shutil.copy2(first, tmp_path / "b.index")
+    os.utime(second, ns=(1, 1))
+
+    def mark(path):
+        return open_retriever(options_of(folder, "x", index=str(path))).fingerprint
+
+    assert mark(first) == mark(second)
+    flip(second)
+    assert mark(first) != mark(second)
 
 
 @pytest.mark.parametrize(

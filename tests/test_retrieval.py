@@ -7,6 +7,7 @@ import gzip
 import json
 import math
 import random
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +17,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import SHARED
+from transformers import BertConfig, BertModel, RobertaConfig, RobertaModel
 
 from lld.config import Retriever
+from lld.data.passages import unpacked_bytes
 from lld.retrieval import bm25
 from lld.retrieval import corpus as corpus_module
 from lld.retrieval import exact as exact_module
@@ -25,7 +28,7 @@ from lld.retrieval.backends import open_retriever
 from lld.retrieval.bm25 import BM25Search, build_bm25
 from lld.retrieval.build import build_index
 from lld.retrieval.corpus import Corpus
-from lld.retrieval.encoder import Encoder, encoder_style
+from lld.retrieval.encoder import Encoder, encoder_style, most_tokens
 
 WORDS = [f"w{i}" for i in range(60)]
 
@@ -46,7 +49,7 @@ def write_corpus(path, passages) -> str:
 def make_encoder(folder, hidden_size: int = 16, seed: int = 0) -> str:
     """A random BERT over words of the made-up passages, saved as transformers saves one."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     vocabulary = {
         word: i
@@ -67,7 +70,7 @@ def make_encoder(folder, hidden_size: int = 16, seed: int = 0) -> str:
         num_hidden_layers=2,
         num_attention_heads=2,
         intermediate_size=32,
-        max_position_embeddings=64,
+        max_position_embeddings=256,
         initializer_range=0.5,
     )
     model = BertModel(shape)
@@ -150,6 +153,8 @@ def test_bge_takes_the_first_token_and_instructs_only_queries(folder):
         ("BAAI/bge-base-en-v1.5", "Represent this sentence for searching relevant passages: ", "", "cls"),
         ("sentence-transformers/all-MiniLM-L6-v2", "", "", "mean"),
         ("/e5-models/gte5-small", "", "", "mean"),  # "e5" must be a word of the last part
+        ("/hub/models--intfloat--e5-base-v2/snapshots/f52bf8e", "query: ", "passage: ", "mean"),
+        ("/hub/models--e5--gte-small/snapshots/f52bf8e", "", "", "mean"),
     ],
 )
 def test_the_name_decides_prefix_and_pooling(name, query, passage, pooling):
@@ -180,6 +185,24 @@ def test_a_pooling_we_cannot_do_is_refused(tmp_path):
     )
     with pytest.raises(ValueError, match="'lasttoken' pooling"):
         encoder_style(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "shape, model, most", [(BertConfig, BertModel, 64), (RobertaConfig, RobertaModel, 62)]
+)
+def test_more_tokens_than_positions_are_refused(encoder_name, shape, model, most):
+    """RoBERTa's first two positions are never used."""
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 64}
+    model = model(shape(vocab_size=9, hidden_size=4, intermediate_size=4, **sizes))
+    assert most_tokens(model) == most
+    model(input_ids=torch.full((1, most), 5))
+    with pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=torch.full((1, most + 1), 5))
+    assert Encoder(encoder_name).max_tokens == Encoder(encoder_name, 256).max_tokens == 256
+    with pytest.raises(
+        ValueError, match="max_tokens = 257 is more than the 256 tokens .* --max-tokens 256 or"
+    ):
+        Encoder(encoder_name, 257)
 
 
 def test_threads_may_share_an_encoder(encoder_name):
@@ -228,6 +251,19 @@ def test_vector_search_is_brute_force(options, backend, topk, monkeypatch):
     for passages, wanted in zip(found, expected, strict=True):
         assert [(p.id, p.contents) for p in passages] == [(id, contents) for id, contents, _ in wanted]
         np.testing.assert_allclose([p.score for p in passages], [score for _, _, score in wanted], atol=1e-5)
+
+
+def test_a_gpu_may_have_no_passages():
+    """With fewer passages than GPUs."""
+    matrix_ND, queries_QD = torch.eye(2, 4), torch.tensor([[0.0, 1.0, 0.0, 0.0]])
+    parts = [
+        (0, matrix_ND[:0], None),
+        (0, matrix_ND[:1], None),
+        (1, matrix_ND[:0], None),
+        (1, matrix_ND[1:], None),
+    ]
+    scores_QK, rows_QK = exact_module.nearest(parts, queries_QD, 2)
+    assert scores_QK.tolist() == [[1.0, 0.0]] and rows_QK.tolist() == [[1, 0]]
 
 
 def test_int8_vectors_find_nearly_the_same(options):
@@ -321,6 +357,26 @@ def test_no_queries_no_hits_and_no_topk_no_search(options, corpus_path, backend)
         retriever.search(["w1"], 0)
 
 
+@pytest.mark.parametrize("num_bytes", [1000, 4_000_000])
+def test_the_estimate_for_bm25_is_of_the_unpacked_corpus(tmp_path, num_bytes):
+    draw, lines = random.Random(0), []
+    while sum(map(len, lines)) < num_bytes:
+        text = draw.randbytes(500 if len(lines) % 2 else 5000).hex()
+        lines.append(json.dumps({"id": len(lines), "contents": text}) + "\n")
+    plain, packed = tmp_path / "c.jsonl", tmp_path / "c.jsonl.gz"
+    plain.write_text("".join(lines))
+    packed.write_bytes(gzip.compress(plain.read_bytes(), 1))
+    size = plain.stat().st_size
+    assert size > 1.5 * packed.stat().st_size
+    assert unpacked_bytes(str(plain)) == size
+    assert unpacked_bytes(str(packed)) == (size if num_bytes == 1000 else pytest.approx(size, rel=0.02))
+    options = Retriever(url=None, corpus=str(packed), backend="bm25", max_memory_gb=0.9 * 12 * size / 1e9)
+    with pytest.raises(ValueError, match="bm25 in memory needs"):
+        open_retriever(options)
+    packed.write_bytes(b"not packed")
+    assert unpacked_bytes(str(packed)) == 10
+
+
 def test_the_corpus_reads_any_line_packed_or_not(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus_module, "BATCH_ROWS", 7)
     passages = [{"id": i, "contents": f'"Tïtle {i}"\n{"é" * i}x\u2028y'} for i in range(30)]
@@ -411,8 +467,8 @@ def test_search_r1s_bare_flat_index_works_and_is_checked(tmp_path, corpus_path, 
     faiss.write_index(index, str(tmp_path / "e5_Flat.index"))
     bare = dataclasses.replace(options["faiss"], index=str(tmp_path / "e5_Flat.index"))
     [found], [expected] = (
-        open_retriever(bare).search(["w1 w2"], 5),
-        open_retriever(options["faiss"]).search(["w1 w2"], 5),
+        open_retriever(bare).search(["w1 w2"], 4),
+        open_retriever(options["faiss"]).search(["w1 w2"], 4),
     )
     assert [p.id for p in found] == [p.id for p in expected]
     # Float32 here, float16 there
@@ -475,6 +531,9 @@ def test_a_manifest_that_does_not_fit_is_refused(tmp_path, corpus_path, options)
         open_retriever(dataclasses.replace(faiss_options, backend="bm25"))
     with pytest.raises(ValueError, match="was built with style .*query: .* set retriever.encoder"):
         open_retriever(dataclasses.replace(faiss_options, encoder="all-MiniLM-L6-v2"))
+    cached = tmp_path / "models--mine--tiny-e5" / "snapshots" / "f52bf8e"
+    shutil.copytree(faiss_options.encoder, cached)
+    open_retriever(dataclasses.replace(faiss_options, encoder=str(cached)))
     with pytest.raises(ValueError, match="was built with encoder .*tiny-e5', not 'intfloat/e5-base-v2'"):
         open_retriever(dataclasses.replace(faiss_options, encoder="intfloat/e5-base-v2"))
     with pytest.raises(ValueError, match="agree only to"):  # another model under the same name

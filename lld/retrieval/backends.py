@@ -176,5 +176,5 @@ def _open_faiss(
             f"retriever.rerank = {options.rerank} needs the float16 vectors of an index folder; {path} "
             f"holds none: build one (`{BUILD}`) or set rerank 0"
         )
-    encoder = Encoder(options.encoder, manifest["max_tokens"] if manifest else 256, device)
+    encoder = Encoder(options.encoder, manifest["max_tokens"] if manifest else None, device)
     return FaissSearch(file, corpus, encoder, options.faiss_params, options.rerank, vectors)

@@ -8,11 +8,13 @@ one machine, with one number of threads). While a build runs, a second one of th
 import argparse
 import fcntl
 import io
+import itertools
 import json
 import os
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -33,6 +35,7 @@ from lld.retrieval.index import Vectors, check_files, check_vectors, read_manife
 # Rows a shard. A killed build loses at most one: 20 s of encoding on a GPU, minutes on a CPU.
 SHARD_ROWS = 1 << 14
 TRAIN_ROWS = 1 << 18  # at most, for k-means and quantisers
+TRIAL_ROWS = 256  # of a shard, in the trial before vectors are encoded
 # Ranks wait for hours while one of them trains and fills the index; PyTorch's default timeout is minutes.
 WAIT = timedelta(days=7)
 
@@ -137,15 +140,33 @@ def write_faiss(folder: Path, factory: str) -> None:
             faiss.write_index(_make_faiss(vectors, factory), str(aside))
 
 
-def _make_faiss(vectors: Vectors, factory: str):
+def _empty_faiss(factory: str, dim: int, trial_rows: Sequence[int] = ()):
+    """An index without vectors; ValueError if FAISS knows no such index, or cannot fill it shard by shard.
+
+    trial_rows: random vectors to add at first, shard by shard, unless the index must be trained before.
+    """
     try:
-        index = faiss.index_factory(vectors.dim, factory, faiss.METRIC_INNER_PRODUCT)
+        index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
+        for rows in trial_rows if index.is_trained else ():
+            index.add(np.random.default_rng(rows).standard_normal((rows, dim), np.float32))
     except RuntimeError as error:
         raise ValueError(
-            f"FAISS cannot make an index {factory!r} of dimension {vectors.dim} "
+            f"FAISS cannot make an index {factory!r} of dimension {dim} "
             f"({str(error).splitlines()[-1].strip()}): see its factory strings, or use flat, hnsw, ivf-pq or "
             "ivf-sq"
         ) from None
+    return index
+
+
+def _try_faiss(factory: str, dim: int, plan: dict) -> None:
+    """ValueError for an index that could not be made once the vectors are there; tries the first shards."""
+    ends = [min(plan["num_passages"], number * plan["shard_rows"]) for number in range(3)]
+    sizes = [min(end - start, TRIAL_ROWS) for start, end in itertools.pairwise(ends) if end > start]
+    _empty_faiss(factory, dim, sizes)
+
+
+def _make_faiss(vectors: Vectors, factory: str):
+    index = _empty_faiss(factory, vectors.dim)
     if not index.is_trained:
         rows = np.random.default_rng(0).permutation(len(vectors))[:TRAIN_ROWS]
         index.train(vectors.take(np.sort(rows)))
@@ -238,7 +259,10 @@ def _plan(
         "batch_size": batch_size,
         "vectors": vectors and Path(vectors).name,
     }
-    return plan, encoder, faiss_factory(index, len(corpus), encoder.dim)
+    factory = faiss_factory(index, len(corpus), encoder.dim)
+    if index != "none":
+        _try_faiss(factory, encoder.dim, plan)
+    return plan, encoder, factory
 
 
 def _lock(folder: Path, final: Path) -> int:
@@ -266,7 +290,10 @@ def _lock(folder: Path, final: Path) -> int:
 
 
 def _begin(folder: Path, plan: dict) -> None:
-    """Starts a build, or checks that the interrupted one was started with the same plan."""
+    """Starts a build, or checks that the interrupted one was started with the same plan.
+
+    What lies there without a plan may be of another corpus or encoder: it is deleted.
+    """
     path = folder / "plan.json"
     if path.is_file():
         try:
@@ -280,21 +307,29 @@ def _begin(folder: Path, plan: dict) -> None:
                     "same to go on, or delete the folder"
                 )
         return
+    for part in (folder / "vectors", folder / "bm25"):
+        if part.exists():
+            shutil.rmtree(part)
+    (folder / "index.faiss").unlink(missing_ok=True)
     if "encoder" in plan:
         (folder / "vectors").mkdir(exist_ok=True)
     replace_file(path, json.dumps(plan, indent=2) + "\n")
 
 
 def _finish(folder: Path, final: Path, manifest: dict) -> None:
-    """Writes the manifest, with checksums of all files, and renames the folder to `final`."""
-    for left in (folder / "plan.json", *folder.rglob("*.partial")):
+    """Writes the manifest, with checksums of all files, and renames the folder to `final`.
+
+    The plan goes last: a build killed in here is either finished or continued.
+    """
+    for left in folder.rglob("*.partial"):
         left.unlink(missing_ok=True)
     known = {}
     if folder == final:
         # The vectors are unchanged: keep their checksums, without reading them again.
         before = read_manifest(final).get("files", {})
         known = {name: about for name, about in before.items() if name.startswith("vectors/")}
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "manifest.json"]
+    others = {folder / "manifest.json", folder / "plan.json"}
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path not in others]
     files = {}
     for path in tqdm(paths, desc="checksums", unit="file", disable=len(paths) < 100):
         name = str(path.relative_to(folder))
@@ -302,6 +337,7 @@ def _finish(folder: Path, final: Path, manifest: dict) -> None:
     replace_file(folder / "manifest.json", json.dumps(manifest | {"files": files}, indent=2) + "\n")
     if folder != final:
         folder.rename(final)
+    (final / "plan.json").unlink(missing_ok=True)
 
 
 def _check_addition(final: Path, plan: dict, factory: str) -> None:

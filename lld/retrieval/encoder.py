@@ -16,15 +16,26 @@ CHARACTERS_A_TOKEN = 128
 PASS_TOKENS = {"cpu": 32, "cuda": 2048}
 
 
+def model_name(name: str) -> str:
+    """The last part of a hub name or folder; of a folder in the hub's cache, the last part of the hub name.
+
+    >>> model_name("hub/models--intfloat--e5-base-v2/snapshots/f52bf8e")
+    'e5-base-v2'
+    """
+    *_, above, among, last = ("", "", "", *Path(name).parts)
+    cached = above.startswith("models--") and among == "snapshots"
+    return above.split("--")[-1] if cached else last
+
+
 def encoder_style(name: str) -> dict[str, str]:
-    """The prefixes and pooling of an encoder, from the last part of its name.
+    """The prefixes and pooling of an encoder, from its `model_name`.
 
     Returns {"query": prefix, "passage": prefix, "pooling": "mean" | "cls"}. With "e5" as a word of the name:
     "query: " / "passage: ", mean. With "bge": an instruction before queries, CLS. Any other: no prefix, mean.
     These are Search-R1's rules. `1_Pooling/config.json` in a local folder overrides the pooling; ValueError
     if it names a pooling other than mean and CLS.
     """
-    words = re.split(r"[^a-z0-9]+", Path(name).name.lower())
+    words = re.split(r"[^a-z0-9]+", model_name(name).lower())
     style = {"query": "", "passage": "", "pooling": "mean"}
     if "e5" in words:
         style |= {"query": "query: ", "passage": "passage: "}
@@ -82,14 +93,26 @@ def encoder_device(device: str | None) -> torch.device:
     return torch.device(device or "cpu")
 
 
+def most_tokens(model) -> float:
+    """The longest text that a model has positions for, in tokens; inf if its config does not say."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if not positions or positions < 0:
+        return float("inf")
+    # RoBERTa's kind counts from the row after its padding.
+    table = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
+    padding = getattr(table, "padding_idx", None)
+    return positions if padding is None else positions - padding - 1
+
+
 class Encoder:
     """A text encoder from a hub name or folder: fp16 on a GPU, fp32 on the CPU; thread-safe.
 
-    Each process uses its current GPU; under `accelerate launch` every process has its own.
+    Each process uses its current GPU; under `accelerate launch` every process has its own. A max_tokens of
+    None means 256, or what the model can read if that is less; more than that is a ValueError.
     """
 
-    def __init__(self, name: str, max_tokens: int = 256, device: str | None = None):
-        self.name, self.max_tokens, self.style = name, max_tokens, encoder_style(name)
+    def __init__(self, name: str, max_tokens: int | None = None, device: str | None = None):
+        self.name, self.style = name, encoder_style(name)
         self.device = encoder_device(device)
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(name)
@@ -104,6 +127,13 @@ class Encoder:
                 f"cannot load the encoder {name!r}: give retriever.encoder a hub name or a folder with "
                 f"model and tokenizer ({error})"
             ) from None
+        most = most_tokens(self.model)
+        self.max_tokens = int(min(256, most)) if max_tokens is None else max_tokens
+        if self.max_tokens > most:
+            raise ValueError(
+                f"max_tokens = {max_tokens} is more than the {most} tokens that the encoder {name!r} has "
+                f"positions for: build with --max-tokens {most} or less"
+            )
         self.model.to(self.device).eval()
         self.dim = self.model.config.hidden_size
         # A fast tokenizer raises "Already borrowed" if two threads use it at once.

@@ -19,9 +19,9 @@ def nearest(parts: list[tuple], queries_QD: torch.Tensor, num_hits: int) -> tupl
     """Scores and rows (Q, K) of the best inner products, best first.
 
     parts: (first row, matrix, scales of int8 or None). GPUs work in parallel: all kernels are launched before
-    the first result is copied back.
+    the first result is copied back. A part may be empty: there can be more GPUs than passages.
     """
-    best = [_nearest_in_part(*part, queries_QD, num_hits) for part in parts]
+    best = [_nearest_in_part(*part, queries_QD, num_hits) for part in parts if len(part[1])]
     scores_QK = torch.cat([scores.cpu() for scores, _ in best], 1)
     rows_QK = torch.cat([rows.cpu() for _, rows in best], 1)
     scores_QK, kept_QK = scores_QK.topk(min(num_hits, scores_QK.shape[1]))

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from lld.config import Retriever
 from lld.files import sha256_of
 from lld.retrieval.corpus import Corpus
-from lld.retrieval.encoder import Encoder, encoder_style
+from lld.retrieval.encoder import Encoder, encoder_style, model_name
 
 BUILD = (
     "python -m lld.retrieval build --corpus CORPUS --out FOLDER --encoder NAME --index "
@@ -117,8 +117,8 @@ def match_manifest(folder: Path, manifest: dict, options: Retriever) -> None:
 
 def _match_encoder(folder: Path, manifest: dict, encoder: str) -> None:
     same_style = manifest.get("style") == encoder_style(encoder)
-    # A model's folder may have moved, so only its last part is compared.
-    same_name = "encoder" in manifest and Path(manifest["encoder"]).name == Path(encoder).name
+    # A model's folder may have moved, so only its name is compared.
+    same_name = "encoder" in manifest and model_name(manifest["encoder"]) == model_name(encoder)
     if same_style and same_name:
         return
     name = "style" if not same_style else "encoder"
@@ -161,7 +161,8 @@ def check_files(folder: Path, files: dict[str, dict], most_bytes: float = VERIFY
 def index_fingerprint(*parts) -> str:
     """A short name for an index, equal for equal `parts`.
 
-    Parts are manifest, corpus, size and modification time of a bare file, and search options.
+    Parts are manifest, corpus, size and sampled content of a bare file, search options, and the questions
+    that the oracle knows.
     """
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
