@@ -107,7 +107,8 @@ def play_questions(
     `sort_groups` does. Raises Unplayed, on all processes, if more groups failed than
     `rollout.max_failed_groups` allows.
     """
-    run.guard.phase("rollout", step)  # a further draw begins: this process no longer waits for the others
+    if asked:  # a further draw begins: this process no longer waits for the others
+        run.guard.phase("rollout", step)
     played, failure = play_own_groups(run, questions, step, asked)
     failures = [text for text in gather_object([failure]) if text]
     if failures:
