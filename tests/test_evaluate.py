@@ -793,6 +793,8 @@ def test_a_file_of_several_sources_gives_the_rows_of_its_name(tmp_path):
     )
     cfg.eval.benchmarks["2wiki"] = cfg.eval.benchmarks["nq"]
     assert [question.source for question in data.load_benchmark(cfg, "2wiki")] == ["2wiki"], "as in AVERAGES"
+    where, named = cfg.eval.benchmarks["nq"], ["2wikimultihopqa"]
+    assert len(data.load_questions(where, split="test", sources=named)) == 1, "as the file names it"
 
 
 def test_a_gpu_evaluates_the_model_that_training_plays_with(world, monkeypatch):

@@ -269,6 +269,8 @@ def test_a_runs_own_options_choose_no_code_no_place_to_write_and_no_server_elsew
     )
     assert "benchmarks: mine = /elsewhere/b.jsonl" in capsys.readouterr().err, "what will be read is said"
     assert cfg.retriever.replicas == (), "the file's replicas are of the file's url"
+    both = ["retriever.url=http://a:1", "retriever.replicas=[http://b:1]"]
+    assert options_of(ckpt, None, both).retriever.replicas == ("http://b:1",)
     with pytest.raises(ValueError, match="names the server 'http://evil.example'"):
         options_of(ckpt, None, ["retriever.replicas=[]"])
     near = run_folder(

@@ -307,7 +307,7 @@ def test_fsdp_is_off_with_one_process_and_accelerates_own_accumulation_is_refuse
     sharding.check_launch()
     assert not sharding.asked("FSDP")
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
-    with pytest.raises(ValueError, match="ACCELERATE_GRADIENT_ACCUMULATION_STEPS = 4 in the environment"):
+    with pytest.raises(ValueError, match="ACCELERATE_GRADIENT_ACCUMULATION_STEPS = 4, of accelerate"):
         sharding.check_launch()
 
 

@@ -14,6 +14,7 @@ import torch
 from lld.config import Config
 from lld.episode import Question
 
+SOURCE_NAMES = {"2wikimultihopqa": "2wiki"}  # FlashRAG's name, which Search-R1's files have
 SPLIT_NAMES = ("train", "dev", "test", "validation")
 WANTED = 'a row is such as {"id": "1", "question": "Who wrote Emma?", "golden_answers": ["Jane Austen"]}'
 REMEDY = (
@@ -178,7 +179,7 @@ def question_of_row(row: dict, place: str, default_source: str) -> Question:
     source = row.get("data_source") or default_source
     if not isinstance(source, str):
         raise ValueError(f"{place}: data_source = {source!r} must be a text, such as 'nq'")
-    source = {"2wikimultihopqa": "2wiki"}.get(source, source)  # FlashRAG's name, which Search-R1's files have
+    source = SOURCE_NAMES.get(source, source)
     name = row.get("id")
     if name is None and (index := _field(row, "extra_info", "index")) is not None:
         split = _field(row, "extra_info", "split")
@@ -262,6 +263,7 @@ def load_questions(
         questions.append(question)
     if not questions:
         raise ValueError(f"{where} holds no questions: {REMEDY}")
+    sources = [SOURCE_NAMES.get(name, name) for name in sources]
     known = {question.source for question in questions}
     for name in sources:
         if name not in known:
@@ -314,7 +316,7 @@ def load_benchmark(cfg: Config, name: str) -> list[Question]:
         )
         raise ValueError(f"unknown benchmark {name!r}: {remedy}")
     questions = load_questions(where, split="test", source=name)
-    sources = {question.source for question in questions}
+    sources, name = {question.source for question in questions}, SOURCE_NAMES.get(name, name)
     if len(sources) == 1:
         return questions
     if name not in sources:

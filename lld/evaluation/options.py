@@ -55,7 +55,7 @@ def options_of(ckpt: Path, config_file: str | None, overrides: list[str], questi
             "give --config"
         )
     given = {override.partition("=")[0] for override in overrides}
-    if config_file is None and "retriever.url" in given - {"retriever.replicas"}:
+    if config_file is None and "retriever.url" in given and "retriever.replicas" not in given:
         overrides = [*overrides, "retriever.replicas=[]"]  # those in the file belong to the file's url
     cfg, dropped = read_back(path, overrides)
     for name in dropped:
@@ -76,7 +76,7 @@ def _refuse_elsewhere(path: Path, options: Retriever, given: set[str]) -> None:
         for url in servers:
             mine = url is None or urllib.parse.urlsplit(url).hostname in LOOPBACK
             if not mine and f"retriever.{name}" not in given:
-                value = url if name == "url" else f"[{', '.join(servers)}]"
+                value = url if name == "url" else f"[{','.join(servers)}]"
                 raise ValueError(
                     f"{path} names the server {url!r}, which would be sent what the model asks: "
                     f"give retriever.{name}={value} if it is meant"

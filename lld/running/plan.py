@@ -654,7 +654,7 @@ def alternatives(cfg: config.Config, setup: Setup) -> dict[str, tuple[config.Con
         if cfg.optim == replace(cfg.optim, name="adamw", cpu_in_rollout=False):
             found["model.lora_rank=16"] = (replace(cfg, model=replace(cfg.model, lora_rank=16)), setup)
         for number in sorted({setup.processes, 2, 4, 8} - {1}):
-            if number >= setup.processes:
+            if number >= setup.processes and "nthr" not in cfg.loss.weights:
                 whole = replace(cfg, optim=replace(cfg.optim, name="adamw"))
                 spread = replace(setup, processes=number, sharded=True)
                 found[f"sharded over {number} GPUs (FSDP)"] = (whole, spread)

@@ -35,9 +35,9 @@ def check_launch() -> None:
     steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if steps != "1":
         raise ValueError(
-            f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS = {steps} in the environment: accelerate would divide "
-            "every gradient by it; unset it, an update adds up its micro-batches itself "
-            "(optim.micro_batch_size)"
+            f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS = {steps}, of accelerate's configuration, its "
+            "--gradient_accumulation_steps or the environment: accelerate would divide every gradient by it; "
+            "set it to 1, an update adds up its micro-batches itself (optim.micro_batch_size)"
         )
     if asked("CPU") and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
         raise ValueError(
