@@ -146,7 +146,7 @@ def score_both(accelerator, policy, batch: Batch, plan, cfg: Config) -> tuple[to
 
 def reshard(model) -> None:
     """Gives back, after a forward pass alone, the weights that FSDP2 keeps gathered for a backward pass."""
-    for module in model.modules() if isinstance(model, torch.nn.Module) else ():  # an anchor may be none
+    for module in model.modules() if isinstance(model, FSDPModule) else ():
         if isinstance(module, FSDPModule):
             module.reshard()
 
