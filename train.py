@@ -95,9 +95,9 @@ def main(argv: list[str]) -> int:
     guard.prepare(LAUNCHER)
     try:
         if args.plan:
-            from lld.running import plan
+            from lld.running.plan.checks import print_plan
 
-            return plan.main(cfg)
+            return print_plan(cfg)
         return carry_out(guard, cfg, args.resume is not None, args.replay)
     except BaseException as error:
         code = ending.exit_code(error, guard, args.replay)

@@ -22,7 +22,9 @@ from lld.model import adapters
 from lld.model.load import load_lm
 from lld.policy import Policy
 from lld.rollout import open_engine
-from lld.running import lora, plan, sharding
+from lld.running import lora, sharding
+from lld.running.plan.checks import refuse_combination
+from lld.running.plan.processes import Setup
 from lld.share import upload
 
 OPTIONS = Model(lora_rank=3, lora_alpha=5.0, lora_targets=("q_proj", "o_proj", "down_proj"))
@@ -252,10 +254,10 @@ def test_options_of_adapters_need_a_rank_and_sharding_is_refused():
         settings.load(str(ROOT / "configs" / "3b.yaml"), ["model.lora_alpha=8"])
     cfg = settings.load(str(ROOT / "configs" / "3b.yaml"), ["model.lora_rank=8"])
     with pytest.raises(ValueError, match="model.lora_rank = 8 with sharded weights"):
-        plan.refuse_combination(cfg, plan.Setup(4, True, True, None))
+        refuse_combination(cfg, Setup(4, True, True, None))
     cfg = settings.load(str(ROOT / "configs" / "3b.yaml"), ["loss.preset=nthr"])
     with pytest.raises(ValueError, match="loss.weights nthr reads hidden states and the whole head"):
-        plan.refuse_combination(cfg, plan.Setup(4, True, True, None))
+        refuse_combination(cfg, Setup(4, True, True, None))
 
 
 def test_adapters_on_adapters_and_a_missing_peft_are_refused(trained, capsys, monkeypatch):

@@ -14,7 +14,13 @@ import train
 from lld import config, settings
 from lld.engine import engine
 from lld.model import adapters, attention
-from lld.running import plan
+from lld.retrieval import memory
+from lld.running.plan.checks import check_host, check_plan, print_plan
+from lld.running.plan.peaks import cache_sizes, estimate, highest_peak, saved_bytes, total
+from lld.running.plan.processes import Setup, read_setup
+from lld.running.plan.shape import read_shape, shape_of, trained_params
+from lld.running.plan.storage import disk_use, host_memory
+from lld.running.plan.times import step_times
 
 YAMLS = sorted((ROOT / "configs").glob("*.yaml"))
 ON_8 = ["plan.gpus=8", "plan.gpu_memory_gb=80", "plan.shard=fsdp"]
@@ -46,7 +52,7 @@ NEEDS = [  # rows of the table in docs/memory.md: config, number of GPUs, their 
 ]
 # The index that the configs of one GPU name: ivf-pq of 21,015,324 vectors of 768; its vectors, and the
 # passages as they come and as they are kept, are on the disk.
-INDEX_GB = plan.memory.choices(21_015_324, 768)["faiss ivf-pq"] / 1e9
+INDEX_GB = memory.choices(21_015_324, 768)["faiss ivf-pq"] / 1e9
 INDEX_DISK_GB = INDEX_GB + 21_015_324 * 768 * 2 / 1e9 + 2 * 14
 MEMORY = ROOT / "docs" / "memory.md"
 HEADER = (
@@ -60,7 +66,7 @@ def load(name: str, *overrides: str) -> config.Config:
 
 
 def peak(cfg: config.Config) -> float:
-    return max(map(plan.total, plan.estimate(cfg, plan.read_shape(cfg), plan.read_setup(cfg)).values()))
+    return max(map(total, estimate(cfg, read_shape(cfg), read_setup(cfg)).values()))
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +89,7 @@ def no_hub(monkeypatch, tmp_path):
 def test_every_recipe_prints_its_plan_offline(path, capsys):
     has_plan = load(path.stem).plan.gpus is not None
     elsewhere = ON_1 if path.stem in ("tiny", "7b-one-gpu") else ON_8
-    code = plan.main(load(path.stem) if has_plan else load(path.stem, *elsewhere))
+    code = print_plan(load(path.stem) if has_plan else load(path.stem, *elsewhere))
     printed = capsys.readouterr().out
     for kind in (
         "weights",
@@ -114,7 +120,7 @@ def test_every_recipe_prints_its_plan_offline(path, capsys):
     ],
 )
 def test_the_shapes_have_the_published_numbers_of_parameters(name, params):
-    assert plan.read_shape(load(name)).params == params
+    assert read_shape(load(name)).params == params
 
 
 def row_of(name: str, number: int, gigabytes: int, options: list[str], shapes: dict) -> str:
@@ -122,15 +128,15 @@ def row_of(name: str, number: int, gigabytes: int, options: list[str], shapes: d
     card, figures = GPUS[gigabytes]
     sharded = "fsdp" if number > 1 else "none"
     cfg = load(name, f"plan.gpus={number}", f"plan.shard={sharded}", *figures, *options)
-    shape = shapes.setdefault(cfg.model.path, plan.read_shape(cfg))
-    setup = plan.read_setup(cfg)
-    highest = plan.highest_peak(cfg, shape, setup) / 1e9
+    shape = shapes.setdefault(cfg.model.path, read_shape(cfg))
+    setup = read_setup(cfg)
+    highest = highest_peak(cfg, shape, setup) / 1e9
     assert 0.4 * gigabytes < highest < 0.97 * gigabytes, (name, gigabytes, highest)
-    host = max(map(plan.total, plan.host_memory(cfg, shape, setup).values())) / 1e9
-    disk = sum(size for size, _ in plan.disk_use(cfg, shape).values()) / 1e9
+    host = max(map(total, host_memory(cfg, shape, setup).values())) / 1e9
+    disk = sum(size for size, _ in disk_use(cfg, shape).values()) / 1e9
     if cfg.retriever.index:
         host, disk = host + INDEX_GB, disk + INDEX_DISK_GB
-    seconds = sum(part for part, _ in plan.step_times(cfg, shape, setup).parts.values())
+    seconds = sum(part for part, _ in step_times(cfg, shape, setup).parts.values())
     hours = cfg.run.steps * seconds / 3600
     cells = [f"`{name}`", number, f"{highest:.1f}, {gigabytes} ({card})", f"{host:.0f}", f"{disk:.0f}"]
     cells += [f"{seconds:.0f}", f"{hours:.0f} ({cfg.run.steps})", " ".join(f"`{o}`" for o in options) or "–"]
@@ -151,29 +157,29 @@ def test_the_index_of_one_gpu_configs_fits_a_machine_of_16_gb():
     """Beside the run: the server's limit is above what the index takes, and both are below 16 GB."""
     for name in ("0.5b", "1.5b", "3b-lora"):
         cfg = load(name)
-        host = plan.host_memory(cfg, plan.read_shape(cfg), plan.read_setup(cfg))
-        largest = max(map(plan.total, host.values())) / 1e9
+        host = host_memory(cfg, read_shape(cfg), read_setup(cfg))
+        largest = max(map(total, host.values())) / 1e9
         assert cfg.retriever.max_memory_gb > INDEX_GB and largest + cfg.retriever.max_memory_gb < 16
 
 
 def test_adapters_are_counted_as_peft_makes_them(tokenizer):
     lm, options = make_lm(tokenizer), config.Model(lora_rank=3, lora_targets=("k_proj", "o_proj", "up_proj"))
-    shape, cfg = plan.shape_of(lm.config), config.Config(model=options)
+    shape, cfg = shape_of(lm.config), config.Config(model=options)
     adapters.add(lm, options)
     trained = sum(weight.numel() for weight in lm.parameters() if weight.requires_grad)
-    assert plan.trained_params(cfg, shape) == trained
-    assert plan.trained_params(config.Config(), shape) == shape.params
+    assert trained_params(cfg, shape) == trained
+    assert trained_params(config.Config(), shape) == shape.params
 
 
 def test_adapters_need_no_second_model_and_neither_moments_nor_gradients_of_the_weights():
     one = ["plan.gpus=1", "plan.shard=none"]
     cfg, whole = load("3b", "model.lora_rank=16", *one), load("3b", *one)
-    shape = plan.read_shape(cfg)
-    sizes, all_weights = (plan.estimate(c, shape, plan.read_setup(c))["update"] for c in (cfg, whole))
+    shape = read_shape(cfg)
+    sizes, all_weights = (estimate(c, shape, read_setup(c))["update"] for c in (cfg, whole))
     assert sizes["weights"] == 2 * shape.params == all_weights["weights"] / 2
     assert "reference" not in sizes and sizes["rollout copy"] < all_weights["rollout copy"]
     assert sizes["optimizer"] < all_weights["optimizer"] / 100 > sizes["gradients"]
-    disk = [plan.disk_use(c, shape)["checkpoints"][0] for c in (cfg, whole)]
+    disk = [disk_use(c, shape)["checkpoints"][0] for c in (cfg, whole)]
     assert disk[0] < disk[1] / 100
 
 
@@ -184,7 +190,7 @@ def test_the_cache_is_predicted_to_the_token(lm):
         for length in range(prompt, longest + 1):
             cache.reserve(length)
             sizes += [cache.keys_values.shape[3]] * (cache.keys_values.shape[3] != sizes[-1])
-        assert plan.cache_sizes(prompt, longest) == (sizes[-2] if len(sizes) > 1 else sizes[0], sizes[-1])
+        assert cache_sizes(prompt, longest) == (sizes[-2] if len(sizes) > 1 else sizes[0], sizes[-1])
 
 
 @pytest.mark.parametrize("kind", ["float32", "autocast", "bf16"])
@@ -220,13 +226,13 @@ def test_what_a_layer_keeps_for_its_backward_pass_is_counted(kind, tokenizer):
             )
         kept.append(sum(size for size, _ in storages.values()))
         del out
-    shape, widths = plan.shape_of(lm.config), {"float32": (4, 4), "autocast": (4, 2), "bf16": (2, 2)}[kind]
-    assert (kept[1] - kept[0]) / 101 == pytest.approx(plan.saved_bytes(shape, *widths), rel=0.1)
+    shape, widths = shape_of(lm.config), {"float32": (4, 4), "autocast": (4, 2), "bf16": (2, 2)}[kind]
+    assert (kept[1] - kept[0]) / 101 == pytest.approx(saved_bytes(shape, *widths), rel=0.1)
 
 
 def test_sharding_spreads_weights_gradients_and_moments():
     whole, spread = (
-        plan.estimate(cfg, plan.read_shape(cfg), plan.read_setup(cfg))["update"]
+        estimate(cfg, read_shape(cfg), read_setup(cfg))["update"]
         for cfg in (load("7b", "plan.gpus=8"), load("7b", *ON_8))
     )
     assert spread["weights"] == whole["weights"] / 8 and spread["optimizer"] == whole["optimizer"] / 8
@@ -236,9 +242,8 @@ def test_sharding_spreads_weights_gradients_and_moments():
 
 def test_optimizers_and_options_have_their_price():
     def size(*overrides):
-        return plan.estimate(
-            cfg := load("3b", "plan.gpus=1", *overrides), plan.read_shape(cfg), plan.read_setup(cfg)
-        )["update"]
+        cfg = load("3b", "plan.gpus=1", *overrides)
+        return estimate(cfg, read_shape(cfg), read_setup(cfg))["update"]
 
     assert size()["optimizer"] == 8 * 3_085_938_688 and size("optim.name=adamw_8bit")[
         "optimizer"
@@ -251,11 +256,11 @@ def test_optimizers_and_options_have_their_price():
 
 def test_offloading_is_neither_offered_nor_taken_under_ddp(capsys):
     asked = ["plan.gpus=8", "plan.shard=none", "plan.gpu_memory_gb=48"]
-    assert plan.main(load("3b", *asked)) == 2
+    assert print_plan(load("3b", *asked)) == 2
     printed = capsys.readouterr().out
     assert "optim.name=adamw_8bit:" in printed and "adamw_offload" not in printed
     with pytest.raises(ValueError, match="adamw_offload' with 8 processes"):
-        plan.main(load("3b", *asked, "optim.name=adamw_offload"))
+        print_plan(load("3b", *asked, "optim.name=adamw_offload"))
 
 
 def test_what_does_not_fit_is_refused_with_what_would(capsys):
@@ -265,7 +270,7 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys):
         "rollout.num_slots=256",
         "optim.micro_batch_tokens=65536",
     ]
-    assert plan.main(load("7b", *asked)) == 2
+    assert print_plan(load("7b", *asked)) == 2
     printed = capsys.readouterr().out
     assert "Does not fit: phase" in printed and "there are 80.0" in printed
     for remedy in (
@@ -279,31 +284,31 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys):
     found = re.search(r"adamw_offload: .* with ((?:\S+=\d+ )+)(\d+\.\d) GB", printed)
     advised = load("7b", *asked, "optim.name=adamw_offload", *found[1].split())
     # The advice is good
-    assert peak(advised) / 1e9 == pytest.approx(float(found[2]), abs=0.06) and plan.main(advised) == 0
+    assert peak(advised) / 1e9 == pytest.approx(float(found[2]), abs=0.06) and print_plan(advised) == 0
 
 
 def test_without_a_gpu_the_machine_is_judged_and_a_gpu_of_unknown_size_is_not(capsys, monkeypatch):
-    monkeypatch.setattr(plan.memory, "available_bytes", lambda: 16e9)
-    assert plan.main(load("7b")) == 2
+    monkeypatch.setattr(memory, "available_bytes", lambda: 16e9)
+    assert print_plan(load("7b")) == 2
     printed = capsys.readouterr().out
     assert "1 CPU process of 16.0 GB" in printed and printed.startswith(
         "No GPU here: this is the plan of a CPU process. For GPUs elsewhere: plan.gpus=8 "
         "plan.gpu_memory_gb=80"
     )
-    assert plan.main(load("7b", "plan.gpus=8")) == 0
+    assert print_plan(load("7b", "plan.gpus=8")) == 0
     assert "plan.gpu_memory_gb=80 says it" in capsys.readouterr().out
 
 
 def test_the_launcher_tells_processes_and_sharding(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "2")
-    assert plan.read_setup(load("7b", "plan.gpu_memory_gb=80")) == plan.Setup(4, False, True, 80e9)
+    assert read_setup(load("7b", "plan.gpu_memory_gb=80")) == Setup(4, False, True, 80e9)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert plan.read_setup(load("7b", "plan.gpu_memory_gb=80")) == plan.Setup(4, True, True, 80e9)
-    plan.main(load("7b", "plan.gpu_memory_gb=80"))
+    assert read_setup(load("7b", "plan.gpu_memory_gb=80")) == Setup(4, True, True, 80e9)
+    print_plan(load("7b", "plan.gpu_memory_gb=80"))
     assert capsys.readouterr().out == ""  # the first process speaks
     with pytest.raises(ValueError, match="optim.name = 'adamw_8bit' works on whole weights"):
-        plan.main(load("7b", "plan.gpu_memory_gb=80", "optim.name=adamw_8bit"))
+        print_plan(load("7b", "plan.gpu_memory_gb=80", "optim.name=adamw_8bit"))
 
 
 def test_a_run_on_a_gpu_is_refused_only_where_weights_gradients_and_optimizer_alone_do_not_fit(
@@ -312,15 +317,15 @@ def test_a_run_on_a_gpu_is_refused_only_where_weights_gradients_and_optimizer_al
     properties = type("Properties", (), {"total_memory": 80e9})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(plan.memory, "available_bytes", lambda: 64e9)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 64e9)
     with pytest.raises(
         ValueError, match=r"weights, gradients, optimizer and copies alone take 167.5 GB of a GPU's 80.0 GB"
     ):
-        plan.check(load("7b"))
-    plan.check(load("3b"))
+        check_plan(load("7b"))
+    check_plan(load("3b"))
     # May fit: said, not refused
     assert "with episodes as long as allowed this run takes" in capsys.readouterr().err
-    plan.check(load("tiny"))
+    check_plan(load("tiny"))
     assert capsys.readouterr().err == ""
 
 
@@ -328,9 +333,9 @@ def test_cpu_memory_is_counted_for_all_processes_of_a_machine(monkeypatch, capsy
     """Each opens one whole float32 model at a time: 8 x 30.5 GB for 7B; a machine with less is refused before
     anything is opened."""
     N, cfg = 7_615_616_512, load("7b", *ON_8)
-    host = plan.host_memory(cfg, plan.read_shape(cfg), plan.read_setup(cfg))
-    assert plan.total(host["opening models"]) == 8 * 4 * N and plan.total(host["training"]) == 4 * N
-    assert plan.main(cfg) == 0 and re.search(
+    host = host_memory(cfg, read_shape(cfg), read_setup(cfg))
+    assert total(host["opening models"]) == 8 * 4 * N and total(host["training"]) == 4 * N
+    assert print_plan(cfg) == 0 and re.search(
         r"CPU memory of each machine \(8 processes\), GB:\n +opening models +243.70 ", capsys.readouterr().out
     )
     one = load(
@@ -341,21 +346,21 @@ def test_cpu_memory_is_counted_for_all_processes_of_a_machine(monkeypatch, capsy
         "optim.updates_per_rollout=1",
         "monitor.crash_box=1",
     )
-    host = plan.host_memory(one, plan.read_shape(one), plan.read_setup(one))
+    host = host_memory(one, read_shape(one), read_setup(one))
     assert (
-        plan.total(host["opening models"]) == 8 * N
+        total(host["opening models"]) == 8 * N
         and host["training"]["snapshots"] == 2 * 2 * N
         and host["training"]["crash box"] == 2 * 14 * N
     )
-    monkeypatch.setattr(plan.memory, "available_bytes", lambda: 200e9)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 200e9)
     with pytest.raises(
         ValueError,
         match=r"opening models takes 243.7 GB of CPU memory on a machine with 8 processes .* and 200.0 GB "
         r"are available",
     ):
-        plan.check_host(cfg, plan.read_shape(cfg), plan.read_setup(cfg))
-    monkeypatch.setattr(plan.memory, "available_bytes", lambda: 100e9)
-    plan.check_host(one, plan.read_shape(one), plan.read_setup(one))
+        check_host(cfg, read_shape(cfg), read_setup(cfg))
+    monkeypatch.setattr(memory, "available_bytes", lambda: 100e9)
+    check_host(one, read_shape(one), read_setup(one))
     assert "training takes" in capsys.readouterr().err
 
 
@@ -365,7 +370,7 @@ def test_an_unknown_model_is_named_with_the_remedy():
         match=r"cannot read the shape of model.path = 'nobody/nothing': give a folder with its "
         r"config.json, or put that file at .*nobody/nothing.json",
     ):
-        plan.read_shape(load("3b", "model.path=nobody/nothing"))
+        read_shape(load("3b", "model.path=nobody/nothing"))
 
 
 def test_the_command_prints_and_exits(tmp_path, capsys, monkeypatch):
@@ -388,7 +393,7 @@ def test_the_command_prints_and_exits(tmp_path, capsys, monkeypatch):
 def test_the_shape_of_a_folder_is_read(lm, tmp_path):
     lm.save_pretrained(tmp_path)
     cfg = config.Config(model=config.Model(path=str(tmp_path)))
-    assert plan.read_shape(cfg) == plan.shape_of(lm.config)
+    assert read_shape(cfg) == shape_of(lm.config)
 
 
 if __name__ == "__main__":

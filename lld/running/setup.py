@@ -31,12 +31,12 @@ from lld.running import (
     lock,
     lora,
     optimizers,
-    plan,
     provenance,
     recording,
     sharding,
     trackers,
 )
+from lld.running.plan.checks import check_plan
 from lld.running.run import Models, Progress, Recorder, Run
 from lld.running.survive import PATIENCE, Guard
 
@@ -62,7 +62,7 @@ def open_run(guard: Guard, cfg: Config, resume: bool, box: Path | None = None) -
     if resume:
         reads_start = cfg.loss.kl_weight > 0 or cfg.model.lora_rank > 0
         provenance.check_input(Path(cfg.run.dir), inputs, reads_start)
-    plan.check(cfg)
+    check_plan(cfg)
     models, optimizer = load_models(cfg, accelerator, tokenizer, resumed, plays=box is None)
     run = Run(
         cfg=cfg,

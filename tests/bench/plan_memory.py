@@ -135,11 +135,11 @@ def options(size: str, gpu: bool):
     from transformers import AutoConfig
 
     from lld import protocol
-    from lld.running import plan
+    from lld.running.plan.shape import SHAPES
 
     if gpu and size not in TINY:
         name, run = GPU_SIZES[size]
-        shape = json.loads((plan.SHAPES / f"{size}.json").read_text())
+        shape = json.loads((SHAPES / f"{size}.json").read_text())
         model, optim = {"gradient_checkpointing": True}, {"name": name}
     else:
         shape, model, run = (SIZES | TINY)[size]
@@ -185,7 +185,9 @@ def measure(size: str, gpu: bool) -> list:
     """[size, phase, planned GB, measured GB, terms of the plan] for each phase."""
     import torch
 
-    from lld.running import plan
+    from lld.running.plan.peaks import estimate
+    from lld.running.plan.processes import Setup
+    from lld.running.plan.shape import shape_of
 
     shape, cfg = options(size, gpu)
     small = type(shape)(
@@ -209,7 +211,7 @@ def measure(size: str, gpu: bool) -> list:
         torch.cuda.reset_peak_memory_stats() if gpu else Path("/proc/self/clear_refs").write_text("5")
 
     play_and_learn(shape, cfg, gpu, note)
-    phases = plan.estimate(cfg, plan.shape_of(shape), plan.Setup(1, False, gpu, None))
+    phases = estimate(cfg, shape_of(shape), Setup(1, False, gpu, None))
     phases["update"] = max(
         phases["update"], phases.pop("optimizer step"), key=lambda kinds: sum(kinds.values())
     )
