@@ -16,22 +16,17 @@ from gradients import make_episodes
 from lld import settings as settings_module
 from lld.config import Loss
 from lld.episode import Question, Turn, collate
-from lld.influence import closed_form
+from lld.influence import command as program
+from lld.influence.analysis import analyse, strongest_pairs
 from lld.influence.closed_form import (
     Group,
     Tokens,
-    analyse,
-    displace_each,
-    head_alone,
     influence_matrix,
     loss_shares,
     pair_influence,
-    policy_term_alone,
     read_tokens,
-    strongest_pairs,
-    true_change,
-    whole_model,
 )
+from lld.influence.measured import displace_each, head_alone, policy_term_alone, true_change, whole_model
 from lld.influence.view import agreement, compare
 from lld.policy import Policy
 from lld.update import loss_of, update_counts
@@ -358,11 +353,11 @@ def test_the_command_plays_prints_and_writes(tmp_path, monkeypatch, capsys):
         "--out",
         str(tmp_path / "out" / "found.json"),
     ]
-    assert closed_form.main([*command, *settings]) == 2  # a random policy answers nothing right
+    assert program.main([*command, *settings]) == 2  # a random policy answers nothing right
     assert "no group of the 3 questions has both rewards" in capsys.readouterr().err
     # The second question's two episodes are alike in reward and must be dropped.
-    monkeypatch.setattr(closed_form, "score_episodes", lambda episodes, *_: [1.0, 0.0, 1.0, 1.0, 0.0, 1.0])
-    assert closed_form.main([*command, *settings]) == 0
+    monkeypatch.setattr(program, "score_episodes", lambda episodes, *_: [1.0, 0.0, 1.0, 1.0, 0.0, 1.0])
+    assert program.main([*command, *settings]) == 0
     found = json.loads((tmp_path / "out" / "found.json").read_text())
     assert len(found["bars"]) == len(found["groups"]) == 2 and found["num_questions"] == 3
     assert found["num_negative"] == sum(bar["delta"] < 0 for bar in found["bars"])
@@ -375,17 +370,17 @@ def test_the_command_plays_prints_and_writes(tmp_path, monkeypatch, capsys):
     assert len(conclusions) == 2 and conclusions[0] < 5 and conclusions[1] >= len(lines) - 3, (
         "first and last, the cases between"
     )
-    assert closed_form.main([*command, *settings, "--questions", "0"]) == 2
+    assert program.main([*command, *settings, "--questions", "0"]) == 2
     for wrong in (["--lr", "inf"], ["--lr", "nan"], ["--lr", "0"], ["--checks", "-1"]):
-        assert closed_form.main([*command, *settings, *wrong]) == 2, wrong
-    assert closed_form.main([*command, "--run.steps", "3"]) == 2 and "run.steps=3" in capsys.readouterr().err
-    assert closed_form.main(["--ckpt", str(tmp_path), "--config", str(tmp_path / "empty.yaml")]) == 2
+        assert program.main([*command, *settings, *wrong]) == 2, wrong
+    assert program.main([*command, "--run.steps", "3"]) == 2 and "run.steps=3" in capsys.readouterr().err
+    assert program.main(["--ckpt", str(tmp_path), "--config", str(tmp_path / "empty.yaml")]) == 2
     assert f"did you mean {tmp_path / 'policy'}?" in capsys.readouterr().err
 
 
 def test_without_out_the_figures_go_into_the_runs_folder_and_follow_no_link(tmp_path, monkeypatch):
     def where(ckpt, out=None):
-        return closed_form.out_file(SimpleNamespace(ckpt=ckpt, out=out))
+        return program.out_file(SimpleNamespace(ckpt=ckpt, out=out))
 
     ckpt = tmp_path / "run" / "checkpoints" / "step_000040"
     ckpt.mkdir(parents=True)
@@ -405,7 +400,7 @@ def test_a_group_whose_search_found_nothing_is_treated_as_in_training(monkeypatc
 
     tokenizer, questions = make_tokenizer(), [Question("q/0", "who?", ("gold",), "q")]
     turns = [[["<search> none </search>", "<answer> no </answer>"], ["<answer> gold </answer>"]]]
-    monkeypatch.setattr(closed_form, "open_engine", lambda *_: ScriptedEngine(tokenizer, turns))
+    monkeypatch.setattr(program, "open_engine", lambda *_: ScriptedEngine(tokenizer, turns))
     lm = SimpleNamespace(eval=lambda: None)
     played = {}
     for empty in ("drop", "show"):
@@ -415,6 +410,6 @@ def test_a_group_whose_search_found_nothing_is_treated_as_in_training(monkeypatc
                 "rollout": {"num_questions": 10, "group_size": 2, "overlap_search": False},
             }
         )
-        groups = closed_form.play(lm, tokenizer, questions, lambda queries: [[] for _ in queries], cfg)
+        groups = program.play(lm, tokenizer, questions, lambda queries: [[] for _ in queries], cfg)
         played[empty] = [[episode.answer for episode in group.episodes] for group in groups]
     assert played == {"drop": [], "show": [["no", "gold"]]}

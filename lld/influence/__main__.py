@@ -1,7 +1,7 @@
-"""`python -m lld.influence`: see lld/influence/closed_form.py."""
+"""`python -m lld.influence`: see lld/influence/command.py."""
 
 import sys
 
-from lld.influence.closed_form import main
+from lld.influence.command import main
 
 sys.exit(main())

@@ -1,4 +1,4 @@
-"""The results of lld/influence/closed_form.py: agreement with true changes, console output, figure."""
+"""The results: agreement with true changes, console output, figure."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

@@ -384,7 +384,8 @@ def influence() -> dict:
     from accelerate.state import AcceleratorState
     from test_influence import make_group, options
 
-    from lld.influence.closed_form import analyse, displace_each
+    from lld.influence.analysis import analyse
+    from lld.influence.measured import displace_each
     from lld.policy import Policy
 
     tokenizer, group = make_tokenizer(), make_group()
