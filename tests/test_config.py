@@ -19,7 +19,7 @@ import train
 from lld import config, settings
 from lld.advantages import ADVANTAGES
 from lld.loss import GATES
-from lld.model.load import check_fit, load_tokenizer
+from lld.model.load import check_fit, check_packed_pass, load_tokenizer
 from lld.record import glossary
 from lld.reward import ANSWER_SCORES
 from lld.running import dry_row
@@ -588,6 +588,40 @@ def test_a_sliding_window_of_all_layers_and_angles_that_change_with_the_length_a
         check_fit(lm, tokenizer, 512)
         with pytest.raises(ValueError, match=message):
             check_fit(lm, tokenizer, 513)
+
+
+def small(kind: str):
+    options = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    options |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    lm = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **options))
+    with torch.no_grad():
+        for weight in lm.parameters():
+            weight.add_(torch.randn_like(weight) * 0.2)
+    return lm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["mistral", "olmo2", "mixtral", "phi", "gpt_neox"])
+def test_the_packed_pass_of_other_decoders_is_tried_and_they_are_left_as_they_were(kind, dtype):
+    torch.manual_seed(0)
+    lm = small(kind).to(dtype).train()
+    check_packed_pass(lm)
+    assert lm.training and lm.config._attn_implementation == "lld"
+
+
+@pytest.mark.parametrize("kind", ["bloom", "stablelm", "nemotron", "bert", "mpt"])
+def test_models_whose_packed_rows_would_see_each_other_are_refused(kind):
+    """transformers takes the name of another attention from them without a word, and does not call it."""
+    torch.manual_seed(0)
+    lm = small(kind)
+    with pytest.raises(ValueError, match=f"{kind} does not compute packed rows as it does each alone"):
+        check_fit(lm, range(64), 8)
+
+
+def test_a_model_without_a_number_of_key_heads_is_refused():
+    lm = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2))
+    with pytest.raises(ValueError, match="gpt2's config.json has no num_key_value_heads"):
+        check_fit(lm, range(64), 8)
 
 
 def test_a_path_keeps_a_sharp_sign_and_a_tilde_is_the_home(monkeypatch):
