@@ -24,14 +24,15 @@ from test_retrieval import brute_force, make_encoder, make_passages, write_corpu
 
 from lld.config import Retriever
 from lld.retrieval import build as build_module
+from lld.retrieval import command, memory, shards
 from lld.retrieval import exact as exact_module
 from lld.retrieval import index as index_module
-from lld.retrieval import memory
 from lld.retrieval.backends import open_retriever
-from lld.retrieval.build import build_index, faiss_factory
+from lld.retrieval.build import build_index
 from lld.retrieval.corpus import Corpus
 from lld.retrieval.encoder import Encoder, cut_batches, encoder_device
 from lld.retrieval.exact import nearest
+from lld.retrieval.faiss_build import faiss_factory
 from lld.retrieval.index import Vectors
 
 NUM = 700
@@ -88,7 +89,7 @@ def test_the_shards_are_the_encoders_vectors_in_the_corpuss_order(folder):
 @pytest.mark.parametrize("at", [1, 6, 14])
 def test_a_build_that_breaks_off_goes_on_to_the_same_bits(folder, at, monkeypatch):
     """Broken off while a shard is written; the half-written shard must not be taken for one."""
-    write, calls = build_module._write_shard, []
+    write, calls = shards.write_shard, []
 
     def breaking(path, vectors_ND):
         calls.append(path)
@@ -99,7 +100,7 @@ def test_a_build_that_breaks_off_goes_on_to_the_same_bits(folder, at, monkeypatc
 
     name = f"broken-{at}"
     with monkeypatch.context() as patch:
-        patch.setattr(build_module, "_write_shard", breaking)
+        patch.setattr(shards, "write_shard", breaking)
         with pytest.raises(KeyboardInterrupt):
             build(folder, name)
     assert (
@@ -154,7 +155,7 @@ def test_a_build_killed_at_its_end_is_of_one_corpus(folder, tmp_path, at, monkey
     if at != "plan":
         build_from(folder / "corpus.jsonl")
         assert files(tmp_path / "out") == files(folder / "whole")
-    build_module.check(tmp_path / "out")
+    command.check(tmp_path / "out")
 
 
 def test_vectors_without_a_plan_are_not_taken_for_those_of_this_corpus(folder, tmp_path):
@@ -314,7 +315,7 @@ def test_a_flipped_cut_or_missing_file_is_named(folder, tmp_path, name, backend,
     )
 
     def check():
-        return build_module.check(copy)
+        return command.check(copy)
 
     open_retriever(options)
     check()
@@ -385,7 +386,7 @@ def test_bm25_files_that_do_not_fit_are_refused_also_without_checksums(folder, t
     with pytest.raises(ValueError, match="copy/bm25 is damaged.*delete the folder and build it again"):
         open_retriever(options)
     with pytest.raises(ValueError, match="built before manifests held checksums"):
-        build_module.check(copy)
+        command.check(copy)
 
 
 def test_a_damaged_shard_or_manifest_is_named_also_without_checksums(folder, tmp_path):
@@ -420,7 +421,7 @@ def test_a_damaged_shard_or_manifest_is_named_also_without_checksums(folder, tmp
 def test_a_second_builder_of_one_folder_is_refused_and_harms_nothing(folder, monkeypatch):
     """While the first is in its third shard; a lock is of the opened folder, so one process serves for
     two."""
-    write, calls = build_module._write_shard, []
+    write, calls = shards.write_shard, []
 
     def slow(path, vectors_ND):
         calls.append(path)
@@ -431,7 +432,7 @@ def test_a_second_builder_of_one_folder_is_refused_and_harms_nothing(folder, mon
                 build(folder, "twice")
         write(path, vectors_ND)
 
-    monkeypatch.setattr(build_module, "_write_shard", slow)
+    monkeypatch.setattr(shards, "write_shard", slow)
     build(folder, "twice")
     assert len(calls) == 14 and files(folder / "twice") == files(folder / "whole")
 
@@ -481,14 +482,14 @@ def test_a_full_disk_ends_a_build_with_one_line_and_room_lets_it_go_on(
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
     try:
         with pytest.raises(SystemExit) as ended:
-            build_module.main()
+            command.main()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (
         ended.value.code == 7
         and "make room and give the same command again; what was finished is kept" in capsys.readouterr().err
     )
-    build_module.main()
+    command.main()
     said = capsys.readouterr().out
     assert (
         f"{tmp_path / 'out'}: 700 passages, index {'Flat' if index == 'flat' else index}, " in said

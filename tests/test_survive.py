@@ -35,6 +35,7 @@ from lld.running import (
     playing,
     provenance,
     recording,
+    run_folder,
     saving,
     survive,
 )
@@ -803,7 +804,7 @@ def test_a_log_with_holes_is_refused_by_name(folder, undisturbed, capsys):
                 match=rf"{name} does not hold steps 0 to 3 once each: it goes wrong at step [0-3].*restore "
                 r"it, or delete the checkpoints after more than",
             ):
-                checkpoint.check_logs(copy, STEPS, 2)
+                run_folder.check_logs(copy, STEPS, 2)
             assert (copy / name).read_bytes() == before, what
     assert "it goes wrong at step" in refused(capsys, config, "--resume")
     shutil.rmtree(copy)

@@ -1,5 +1,5 @@
-"""`python -m lld.retrieval`: see lld/retrieval/build.py."""
+"""`python -m lld.retrieval`: see lld/retrieval/command.py."""
 
-from lld.retrieval.build import main
+from lld.retrieval.command import main
 
 main()

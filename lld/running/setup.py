@@ -33,6 +33,7 @@ from lld.running import (
     optimizers,
     provenance,
     recording,
+    run_folder,
     sharding,
     trackers,
 )
@@ -138,9 +139,9 @@ def open_folder(
     The checkpoint has been checked. Also makes the tiny world if one is configured.
     """
     run_dir = Path(cfg.run.dir)
-    checkpoint.check_place(run_dir)
+    run_folder.check_place(run_dir)
     guard.lock = take_lock(run_dir, accelerator)
-    checkpoint.check_run_dir(run_dir, cfg, resume)
+    run_folder.check_run_dir(run_dir, cfg, resume)
     if cfg.tinyworld.dir is not None:
         from lld.tinyworld import prepare  # needs the retriever packages
 
@@ -158,7 +159,7 @@ def open_folder(
         checkpoint.check(resumed)
     if resumed is not None and resume:
         num_steps = int(resumed.name.removeprefix("step_"))
-        checkpoint.check_logs(run_dir, num_steps, cfg.optim.updates_per_rollout)
+        run_folder.check_logs(run_dir, num_steps, cfg.optim.updates_per_rollout)
     return resumed
 
 
@@ -268,7 +269,7 @@ def begin_session(run: Run, inputs: dict[str, str]) -> None:
     if accelerator.is_main_process:
         first_step = run.progress.num_steps
         notice = provenance.begin_session(run.dir, cfg, first_step, inputs, accelerator.num_processes)
-        checkpoint.begin_run(run.dir, cfg, first_step)
+        run_folder.begin_run(run.dir, cfg, first_step)
         if notice:
             print(f"train.py: {notice}", file=sys.stderr)
     accelerator.wait_for_everyone()  # the log is truncated before it is read

@@ -26,10 +26,10 @@ import torch
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lld.retrieval.build import _write_shard
 from lld.retrieval.encoder import Encoder
 from lld.retrieval.exact import nearest, quantize
 from lld.retrieval.index import Vectors
+from lld.retrieval.shards import write_shard
 
 SHARD = 1 << 16
 
@@ -51,9 +51,7 @@ def jittered(real: Vectors, num: int, folder: Path) -> Vectors:
             * noise_ND
             / np.linalg.norm(noise_ND, axis=1, keepdims=True)
         )
-        _write_shard(
-            path, (vectors_ND / np.linalg.norm(vectors_ND, axis=1, keepdims=True)).astype(np.float16)
-        )
+        write_shard(path, (vectors_ND / np.linalg.norm(vectors_ND, axis=1, keepdims=True)).astype(np.float16))
     return Vectors(folder)
 
 
