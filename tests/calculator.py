@@ -45,7 +45,7 @@ from lld.config import Reward
 from lld.episode import ANSWER, SEARCH, THINK, collate
 from lld.protocol import PART_IDS, Action, Passage, parse_action
 from lld.record import metrics, monitor, trajectories
-from lld.report import page
+from lld.report import compact, page
 from lld.update import Scores
 
 CALC = "<think> I multiply. </think><calc> 6 * (3 + 4) </calc>"
@@ -115,8 +115,8 @@ def test_it_has_metrics_and_a_colour_on_the_page(tokenizer, episodes):
     assert all(metrics.described(name) for name in row)
     scores = Scores(old_BT, new_BT, torch.zeros_like(old_BT), None, old_BT, [rows])
     records = trajectories.describe(tokenizer, 0, episodes, batch, scores, [1.0, 0.0], rows)
-    compact = page.compact_step([records])["groups"][0]["episodes"][0]
-    assert "4" in compact["parts"] and page.PARTS == ("think", "search", "answer", "calc")
+    packed = compact.compact_step([records])["groups"][0]["episodes"][0]
+    assert "4" in packed["parts"] and page.PARTS == ("think", "search", "answer", "calc")
     assert ".by-more0 {" in page.TEMPLATE.read_text()
 
 

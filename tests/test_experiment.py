@@ -24,7 +24,7 @@ from conftest import ROOT
 from lld import settings
 from lld.experiment import figure as outcome_figure
 from lld.experiment import grid, intervals, outcomes, runner, tables
-from lld.record import runs
+from lld.record import courses
 
 # Page -> its tables: the experiment, and what to make of its plan and its rows
 PAGES = {
@@ -517,7 +517,7 @@ def test_the_fit_finds_a_law_in_spite_of_runs_that_were_cut_off():
 
 
 def collapse_of(rewards):
-    return runs.find_collapse(range(len(rewards)), rewards)
+    return courses.find_collapse(range(len(rewards)), rewards)
 
 
 def test_collapse_by_hand():

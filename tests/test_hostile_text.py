@@ -16,7 +16,7 @@ from transformers import AddedToken
 from lld import protocol
 from lld.protocol import Passage, render_observation
 from lld.record.trajectories import pieces
-from lld.report.page import escaped_json
+from lld.report.compact import escaped_json
 from lld.retrieval.client import read_result
 from lld.retrieval.controls import _spaced
 from lld.reward import gold_in_results, normalize_answer, retrieval_correct, valid_format

@@ -13,11 +13,11 @@ import pytest
 import yaml
 
 from lld.config import Config
-from lld.record import runs
+from lld.record import courses, runs
 from lld.record.contexts import CONTEXTS
 from lld.record.glossary import GLOSSARY
 from lld.record.metrics import described
-from lld.report import figure, page
+from lld.report import compact, figure, page
 from lld.settings import to_dict
 
 HOSTILE = (
@@ -262,12 +262,12 @@ def test_every_name_the_page_draws_is_in_the_glossary():
 
 def test_escaped_json_holds_no_markup_and_loses_nothing():
     content = {"text": HOSTILE, "list": [1, None, 0.5]}
-    text = page.escaped_json(content)
+    text = compact.escaped_json(content)
     assert not set("<>&\u2028\u2029") & set(text)
     # A lone surrogate is no character
     assert json.loads(text) == {**content, "text": HOSTILE.replace("\ud800", "\ufffd")}
     with pytest.raises(ValueError):
-        page.escaped_json([float("nan")])
+        compact.escaped_json([float("nan")])
 
 
 def test_a_hostile_run_leaves_the_markup_of_the_page_as_it_was(tmp_path):
@@ -322,7 +322,7 @@ def test_columns_hold_the_rows_to_five_digits():
 
 def test_question_displacement_against_a_naive_loop(tmp_path):
     run = make_run(tmp_path / "run", groups=4)
-    about, _ = page.collect_trajectories(run, 10**9)
+    about, _ = compact.collect_trajectories(run, 10**9)
     naive = []
     for path in sorted((run / "trajectories").iterdir()):
         by_question = {}
@@ -358,21 +358,23 @@ def test_question_displacement_by_hand_and_without_rescoring(tmp_path):
         "final": None,
         "action_ids": [1, 0, 2],
     }
-    assert page.question_displacement([row, row | {"advantage": -1.0, "new": [9.0, None, 9.0]}], "new") == {
+    assert compact.question_displacement(
+        [row, row | {"advantage": -1.0, "new": [9.0, None, 9.0]}], "new"
+    ) == {
         "question": "q",
         "delta": -0.25,
         "responses": 1,
     }
     assert (
-        page.question_displacement([row | {"advantage": 0.0}], "new") is None
-        and page.question_displacement([row | {"new": [float("nan"), None, 0.0]}], "new") is None
+        compact.question_displacement([row | {"advantage": 0.0}], "new") is None
+        and compact.question_displacement([row | {"new": [float("nan"), None, 0.0]}], "new") is None
     )
-    assert page.collect_trajectories(make_run(tmp_path / "run", final=False), 10**9)[0]["later"] == "new"
+    assert compact.collect_trajectories(make_run(tmp_path / "run", final=False), 10**9)[0]["later"] == "new"
 
 
 def test_compact_step_gives_back_what_was_recorded():
     group = make_group(random.Random(1), 0, 0, hostile=HOSTILE)
-    step = json.loads(page.escaped_json(page.compact_step([group])))
+    step = json.loads(compact.escaped_json(compact.compact_step([group])))
     for row, episode in zip(group, step["groups"][0]["episodes"], strict=True):
         written = [t for t, action in enumerate(row["action_ids"]) if action]
         assert [step["words"][word] for word in episode["tokens"]] == [
@@ -394,7 +396,7 @@ def test_a_question_drawn_twice_in_a_step_is_two_groups(tmp_path):
     twice = [row for _ in range(2) for row in make_group(rng, 3, 0)]
     path = tmp_path / "step_000003.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in [*twice, *make_group(rng, 3, 1)]))
-    groups = page.read_trajectories(path)
+    groups = compact.read_trajectories(path)
     assert [[row["sample"] for row in group] for group in groups] == [[0, 1, 2, 3, 4]] * 3
     assert [group[0]["question"]["id"] for group in groups] == ["made/3-0", "made/3-0", "made/3-1"]
     assert groups[0] == twice[:5] and groups[1] == twice[5:]
@@ -412,11 +414,11 @@ def test_the_clip_of_a_kind_that_has_none_has_no_bounds():
 
 
 def test_trajectories_are_thinned_evenly_to_the_room_there_is(tmp_path):
-    assert page.evenly([10] * 9, 90) == list(range(9)) and page.evenly([10] * 9, 50) == [0, 2, 4, 6, 8]
-    assert page.evenly([10] * 9, 5) == [8] and page.evenly([], 5) == []
+    assert compact.evenly([10] * 9, 90) == list(range(9)) and compact.evenly([10] * 9, 50) == [0, 2, 4, 6, 8]
+    assert compact.evenly([10] * 9, 5) == [8] and compact.evenly([], 5) == []
     run = make_run(tmp_path / "run")
-    whole, texts = page.collect_trajectories(run, 10**9)
-    some, kept = page.collect_trajectories(run, sum(map(len, texts.values())) // 2)
+    whole, texts = compact.collect_trajectories(run, 10**9)
+    some, kept = compact.collect_trajectories(run, sum(map(len, texts.values())) // 2)
     assert (
         whole["steps"] == [0, 10, 20, 30] and some["steps"] == [0, 30] == list(kept) and some["recorded"] == 4
     )
@@ -502,7 +504,7 @@ def test_outcome_by_hand():
         for step in range(90)
     ]
     rows[30]["grad_norm"] = 50.0  # one spike is no surge
-    out = runs.outcome(rows, {"run.steps": 100})
+    out = courses.outcome(rows, {"run.steps": 100})
     assert (out["steps"], out["steps_wanted"], out["verdict"], out["surge"], out["skipped_updates"]) == (
         90,
         100,
@@ -522,14 +524,14 @@ def test_outcome_by_hand():
         out["reward"]["last"],
     ) == pytest.approx((0.5, 0.5, 9, 0.1))
     assert (
-        runs.outcome(rows[:60], {})["verdict"] == "held"
-        and runs.outcome([{"step": 0, "reward/mean": 0.0}], {})["verdict"] == "held"
+        courses.outcome(rows[:60], {})["verdict"] == "held"
+        and courses.outcome([{"step": 0, "reward/mean": 0.0}], {})["verdict"] == "held"
     )
 
 
 def test_outcome_of_a_run_that_rose_of_one_that_died_and_of_a_short_one():
     def course(rewards, phases=()):
-        return runs.outcome(
+        return courses.outcome(
             [
                 {"step": step, "reward/mean": value, "phase": dict(phases).get(step, 0)}
                 for step, value in enumerate(rewards)

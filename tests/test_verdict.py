@@ -6,7 +6,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from lld import settings
-from lld.record import phases, runs
+from lld.record import courses, phases
 from lld.record.verdict import held_out_course, judge
 from lld.running import recording
 
@@ -96,7 +96,8 @@ def test_damaged_options_and_values_are_left_out():
     rows[3] |= {"entropy": None, "phase": "no", "reward/mean": float("nan"), "answered": [1]}
     line = judge(rows, {"run.steps": "many", "optim.updates_per_rollout": [4], "eval.every": None})
     assert line["kind"] == "good" and line["text"].startswith("It worked")
-    assert runs.outcome(rows, {})["held_out"]["tiny"] == {"scores": [(0, 0.4), (25, 0.7)], "best": (25, 0.7)}
+    held_out = courses.outcome(rows, {})["held_out"]
+    assert held_out["tiny"] == {"scores": [(0, 0.4), (25, 0.7)], "best": (25, 0.7)}
 
 
 @pytest.mark.parametrize("box, at", [(None, [9, 24]), ("box", [24])], ids=["run", "replay"])

@@ -17,8 +17,8 @@ from lld import files
 from lld.experiment.grid import Run
 from lld.record import phases
 from lld.record.contexts import CONTEXTS
+from lld.record.courses import find_collapse
 from lld.record.runs import (
-    find_collapse,
     is_number,
     parse_json,
     read_metrics,
@@ -145,8 +145,8 @@ def describe_run(rows: Sequence[dict], benchmark: str | None = None, num_updates
     """The outcome of a run from the rows of its metrics.jsonl; `benchmark` is the held-out set that counts.
 
     em_end, and all that ends in _end: `ending`. em_peak, em_fall, lost_step, fell_step: `fall`.
-    collapse_step: `lld.record.runs.find_collapse`. onset_*: `onset` of the entropy of wrong responses, as a
-    whole and by what the context has seen. early_*: means of the first 100 steps. displacement: mean of
+    collapse_step: `lld.record.courses.find_collapse`. onset_*: `onset` of the entropy of wrong responses, as
+    a whole and by what the context has seen. early_*: means of the first 100 steps. displacement: mean of
     displacement/correct over all steps. Likelihoods: nats per token.
     """
     steps, ems = series(rows, "em")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from lld.record import phases, runs
+from lld.record import courses, phases, runs
 
 # Two standard errors of a difference between two exact matches, where the log has no number of questions.
 NOISE = 0.1
@@ -25,7 +25,7 @@ class Course(NamedTuple):
 def held_out_course(rows: Sequence[dict], options: dict) -> Course | None:
     """The course of the exact match; None before the second evaluation."""
     found: dict[int, list[float]] = {}
-    by_benchmark = runs.held_out_scores(rows, options)
+    by_benchmark = courses.held_out_scores(rows, options)
     for scores in by_benchmark.values():
         for num_steps, score in scores:
             found.setdefault(num_steps, []).append(score)
@@ -53,7 +53,7 @@ def judge(rows: Sequence[dict], options: dict) -> dict[str, str]:
     for row in rows:
         detected = detector.update(row)
     phase, course = rows[-1].get("phase", detected), held_out_course(rows, options)
-    outcome = runs.outcome(rows, options)
+    outcome = courses.outcome(rows, options)
     goes_on = runs.is_number(wanted) and outcome["steps"] < wanted
     if phase == phases.COLLAPSE or outcome["verdict"] == "collapsed":
         return {"kind": "bad", "text": f"It collapsed{_collapse(outcome, course)}"}
@@ -142,7 +142,7 @@ def describe_end(run_dir: str | Path) -> str:
     """Lines for the console: what a run has reached, and the command to evaluate its checkpoint."""
     folder = Path(run_dir)
     rows, options = runs.read_metrics(folder), runs.read_options(folder)
-    scores, reward = runs.describe_scores(rows, options), runs.course(rows, "reward/mean", runs.WINDOW)
+    scores, reward = courses.describe_scores(rows, options), courses.course(rows, "reward/mean", runs.WINDOW)
     lines = [
         f"{folder}: {rows[-1]['step'] + 1} of {options.get('run.steps', '?')} steps"
         + (f"; held-out {scores}" if scores else "")

@@ -11,16 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lld.record.runs import (
-    WINDOW,
-    held_out_scores,
-    labels,
-    printable,
-    read_metrics,
-    read_options,
-    running_mean,
-    series,
-)
+from lld.record.courses import held_out_scores
+from lld.record.runs import WINDOW, labels, printable, read_metrics, read_options, running_mean, series
 from lld.report.page import TRAJECTORIES_MB, write_page
 
 # Imported by the functions that draw: training needs no matplotlib before its end.

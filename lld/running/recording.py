@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from lld.episode import Batch, Episode
 from lld.loss import answer_beta
-from lld.record import metrics, monitor, phases, runs, sentinel, trajectories
+from lld.record import courses, metrics, monitor, phases, runs, sentinel, trajectories
 from lld.running import checkpoint, lora, sharding, trackers
 from lld.running.run import Run
 from lld.running.saving import best_of, trainer_state
@@ -179,7 +179,7 @@ def tell_scores(run: Run, rows: list[dict]) -> None:
     if log.exists():
         report = draw_report([run.dir], run.dir)
         trackers.log_figure(run, rows[-1]["step"])
-    tqdm.write(f"held-out {runs.describe_scores(rows, options)}; {report}")
+    tqdm.write(f"held-out {courses.describe_scores(rows, options)}; {report}")
 
 
 def draw_report(folders: list[Path], out: Path) -> str:
