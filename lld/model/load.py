@@ -150,7 +150,7 @@ def check_fit(lm, tokenizer, max_episode_tokens: int) -> None:
 def check_packed_pass(lm) -> None:
     """Raises ValueError if packed rows are not what transformers' eager attention makes of each row alone.
 
-    So with models that do their own attention (bloom, stablelm): their rows would see each other.
+    So with models that do their own attention (nemotron, stablelm): their rows would see each other.
     """
     rows = [torch.arange(length, device=lm.device) % lm.config.vocab_size for length in (14, 9)]
     packed = dict(
