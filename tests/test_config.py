@@ -18,8 +18,9 @@ from conftest import ROOT
 import train
 from lld import config, settings
 from lld.advantages import ADVANTAGES
+from lld.engine.fit import check_fit, check_passes
 from lld.loss import GATES
-from lld.model.load import check_fit, check_packed_pass, load_tokenizer
+from lld.model.load import load_tokenizer
 from lld.record import glossary
 from lld.reward import ANSWER_SCORES
 from lld.running import dry_row
@@ -601,21 +602,32 @@ def small(kind: str):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["mistral", "olmo2", "mixtral", "phi", "gpt_neox"])
-def test_the_packed_pass_of_other_decoders_is_tried_and_they_are_left_as_they_were(kind, dtype):
+@pytest.mark.parametrize("kind", ["mistral", "olmo2", "mixtral", "phi", "starcoder2"])
+def test_the_passes_of_other_decoders_are_tried_and_they_are_left_as_they_were(kind, dtype):
     torch.manual_seed(0)
     lm = small(kind).to(dtype).train()
-    check_packed_pass(lm)
+    check_passes(lm)
     assert lm.training and lm.config._attn_implementation == "lld"
 
 
-@pytest.mark.parametrize("kind", ["bloom", "stablelm", "nemotron", "bert", "mpt"])
-def test_models_whose_packed_rows_would_see_each_other_are_refused(kind):
+@pytest.mark.parametrize("kind", ["bloom", "stablelm", "nemotron", "bert", "mpt", "diffllama"])
+def test_models_with_their_own_attention_or_cache_are_refused(kind):
     """transformers takes the name of another attention from them without a word, and does not call it."""
     torch.manual_seed(0)
     lm = small(kind)
-    with pytest.raises(ValueError, match=f"{kind} does not compute packed rows as it does each alone"):
+    with pytest.raises(ValueError, match=f"{kind} does not compute .*rows.* as it does each row alone"):
         check_fit(lm, range(64), 8)
+
+
+def test_lack_of_memory_in_the_trial_is_not_a_refusal(monkeypatch):
+    lm = small("mistral")
+
+    def forward(*_args, **_kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(lm.base_model, "forward", forward)
+    with pytest.raises(torch.OutOfMemoryError):
+        check_passes(lm)
 
 
 def test_a_model_without_a_number_of_key_heads_is_refused():

@@ -14,6 +14,7 @@ from lld import protocol, rollout, settings
 from lld.config import Config
 from lld.data import load_benchmark
 from lld.engine.engine import Engine
+from lld.engine.fit import check_fit
 from lld.episode import Question
 from lld.evaluate import evaluate_questions
 from lld.evaluation import folder
@@ -116,7 +117,7 @@ def open_engine(cfg: Config, tokenizer, device: torch.device) -> Engine:
     """The engine with the checkpoint's model, in bfloat16 on a GPU if training computes in bfloat16."""
     bf16 = device.type == "cuda" and cfg.model.mixed_precision == "bf16"
     lm = load.engine_model(load.load_lm(cfg.model), device, bf16=bf16, share=True)
-    load.check_fit(lm, tokenizer, cfg.rollout.max_episode_tokens)
+    check_fit(lm, tokenizer, cfg.rollout.max_episode_tokens)
     return rollout.open_engine(lm, tokenizer, cfg.rollout, cfg.eval)
 
 

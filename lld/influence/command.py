@@ -22,6 +22,7 @@ from lld import files, settings
 from lld.advantages import group_advantages
 from lld.config import Config
 from lld.data import load_questions, questions_of_step
+from lld.engine.fit import check_fit
 from lld.episode import Question, collate, searches_of
 from lld.evaluation.options import options_of
 from lld.influence.analysis import analyse_groups
@@ -29,7 +30,7 @@ from lld.influence.closed_form import Group
 from lld.influence.measured import OPTIMIZERS, displace_each
 from lld.influence.view import draw, print_case, print_conclusion, print_summary
 from lld.model.folder import check_folder
-from lld.model.load import check_fit, load_lm, load_tokenizer
+from lld.model.load import load_lm, load_tokenizer
 from lld.policy import Policy
 from lld.record.runs import printable
 from lld.retrieval.client import make_search

@@ -1,4 +1,4 @@
-"""The Hugging Face model and its tokenizer: opens them and checks that they fit."""
+"""Opens the Hugging Face model and its tokenizer."""
 
 import copy
 import dataclasses
@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from lld.config import Model
 from lld.model import adapters, attention
 from lld.model.folder import check_folder
-from lld.model.joined import KINDS, join_weights
+from lld.model.joined import join_weights
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model")
 
@@ -111,78 +111,6 @@ def load_lm(options: Model, dtype: torch.dtype = torch.float32):
             f"({len(wrong)} tensors differ, the first is {wrong[0]})"
         )
     return lm
-
-
-def check_fit(lm, tokenizer, max_episode_tokens: int) -> None:
-    """Raises ValueError if the model has fewer tokens than the tokenizer, or too short a context.
-
-    Also beyond a sliding window of all layers (Mistral, Phi-3), which engine and policy do not apply, and
-    beyond the length at which longrope's angles change, as they would for all rows that share a pass; if the
-    engine cannot shape its cache; and if a model that is not of `KINDS` fails `check_packed_pass`.
-    """
-    vocabulary = lm.get_input_embeddings().num_embeddings
-    if len(tokenizer) > vocabulary:
-        raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens but the model embeds {vocabulary}: they are not of "
-            "the same model"
-        )
-    config = lm.config
-    rope = getattr(config, "rope_parameters", None) or {}
-    same = rope.get("rope_type") == "longrope" and rope.get("original_max_position_embeddings")
-    slides = not getattr(config, "layer_types", None) and getattr(config, "sliding_window", None)
-    for limit, what in (
-        (getattr(config, "max_position_embeddings", None), "the model's context of"),
-        (same, "the length at which the model's rotary angles change (longrope),"),
-        (slides, "the model's sliding window, which is not applied here, of"),
-    ):
-        if limit and max_episode_tokens > limit:
-            raise ValueError(f"rollout.max_episode_tokens = {max_episode_tokens} exceeds {what} {limit}")
-    if getattr(config, "num_key_value_heads", None) is None:
-        raise ValueError(
-            f"{config.model_type}'s config.json has no num_key_value_heads, which gives the engine's cache "
-            "its shape: use a plain Llama/Qwen kind of decoder"
-        )
-    if config.model_type not in KINDS:
-        check_packed_pass(lm)
-
-
-@torch.no_grad()
-def check_packed_pass(lm) -> None:
-    """Raises ValueError if packed rows are not what transformers' eager attention makes of each row alone.
-
-    So with models that do their own attention (nemotron, stablelm): their rows would see each other.
-    """
-    rows = [torch.arange(length, device=lm.device) % lm.config.vocab_size for length in (14, 9)]
-    packed = dict(
-        input_ids=torch.cat(rows)[None],
-        position_ids=torch.cat([torch.arange(len(row), device=lm.device) for row in rows])[None],
-        row_lengths=attention.row_lengths(torch.tensor([len(row) for row in rows], device=lm.device)),
-    )
-    training, lm_passes = lm.training, lm.eval().base_model
-    lm.set_attn_implementation(attention.NAME)
-    try:
-        ours = lm_passes(**packed, use_cache=False).last_hidden_state[0].split([len(row) for row in rows])
-        lm.set_attn_implementation("eager")
-        alone = [lm_passes(row[None], use_cache=False).last_hidden_state[0] for row in rows]
-    except Exception as error:  # whatever a forward pass makes of arguments that it does not know
-        raise _unpackable(lm, f"{type(error).__name__}: {error}") from None
-    finally:
-        lm.set_attn_implementation(attention.NAME)
-        lm.train(training)
-    # The median: in half precision single tokens may be routed to other experts
-    gaps = [
-        float(((a - b).norm(dim=1) / b.norm(dim=1).clamp(min=1e-6)).median())
-        for a, b in zip(ours, alone, strict=True)
-    ]
-    if not max(gaps) < 0.1:
-        raise _unpackable(lm, f"its last hidden states differ by {max(gaps):.0%}")
-
-
-def _unpackable(lm, why: str) -> ValueError:
-    return ValueError(
-        f"{lm.config.model_type} does not compute packed rows as it does each alone ({why}): use a decoder "
-        "whose attention transformers can replace, such as Llama, Qwen or Mistral"
-    )
 
 
 def engine_model(lm: nn.Module, device: torch.device, *, bf16: bool, share: bool = False) -> nn.Module:

@@ -14,8 +14,9 @@ from accelerate import Accelerator
 from torch import nn
 
 from lld.config import Config
+from lld.engine.fit import check_fit
 from lld.model import adapters
-from lld.model.load import check_fit, engine_model, load_lm
+from lld.model.load import engine_model, load_lm
 from lld.policy import Policy
 from lld.running import optimizers
 from lld.running.run import Models

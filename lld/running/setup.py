@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from lld import protocol, settings
 from lld.config import Config, Model
 from lld.data import load_benchmark, load_questions
+from lld.engine.fit import check_fit
 from lld.episode import Batch, Question
 from lld.model import adapters
-from lld.model.load import check_fit, load_lm, load_tokenizer, read_shape
+from lld.model.load import load_lm, load_tokenizer, read_shape
 from lld.policy import Policy
 from lld.record import phases, runs
 from lld.record.metrics import Timed
