@@ -20,6 +20,7 @@ from lld.tools import TOOLS, RetrieverError, Search
 
 if TYPE_CHECKING:
     from lld import config
+SEARCHES = 8  # calls at once
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,7 @@ def rollout(
     decode, and the order of events depends on timing. Without it the loop waits for each call, and a seed
     reproduces every bit.
 
-    A search function with a `luck` (retrieval/luck.py) finds random passages for some of the episodes, chosen
-    by their seeds.
+    Where `search` has a `luck` (retrieval/luck.py), some episodes, by their seeds, find random passages.
 
     A failed search is never shown to the model: its episodes end with `failure` set, and the RetrieverError
     is raised once more than `max_failed_groups` questions have such episodes. A query without results is
@@ -131,13 +131,14 @@ def rollout(
         asked = f"{question.id}@{repeats[index]}" if repeats and repeats[index] else question.id
         talk.begin(index, question, [episode_seed(seed, step, asked, n) for n in range(num_samples)])
     pending: dict[Future, list[tuple]] = {}
-    with ThreadPoolExecutor(max_workers=8 if overlap_search else 1) as pool:
+    pool = ThreadPoolExecutor(SEARCHES)
+    try:
         while engine.busy or talk.asking or pending:
             for stopped in engine.step() if engine.busy else ():
                 talk.hear(stopped)
             # Many small prefills cost more than one large one: without overlap, queries wait until their
             # episodes are a quarter of the running ones.
-            ready = overlap_search or 4 * len(talk.asking) >= engine.num_active
+            ready = len(pending) < SEARCHES if overlap_search else 4 * len(talk.asking) >= engine.num_active
             for keys, call in talk.take_calls() if ready else ():
                 if overlap_search:
                     pending[pool.submit(call)] = keys
@@ -147,6 +148,8 @@ def rollout(
                 done, _ = wait(pending, timeout=None if not engine.busy else 0, return_when=FIRST_COMPLETED)
                 for future in done:
                     talk.observe(pending.pop(future), future.result)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # after an error some may hang
     return list(talk.episodes.values())
 
 

@@ -374,6 +374,8 @@ def check_optimizer(cfg: Config) -> None:
             f"optim.micro_batch_tokens = {optim.micro_batch_tokens}: must hold the longest episode, "
             f"rollout.max_episode_tokens = {longest}; null counts rows instead (micro_batch_size)"
         )
+    stays = f"optim.name = {optim.name!r}, which keeps the moments in CPU memory all the time"
+    refuse_unread(cfg, ["optim.cpu_in_rollout"], optim.name == "adamw_offload", stays)
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         raise ValueError(f"optim.betas = {list(optim.betas)}: must be two numbers in [0, 1)")
 

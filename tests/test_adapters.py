@@ -3,6 +3,7 @@ that eval.py, peft and transformers open."""
 
 import copy
 import json
+import re
 import sys
 
 import pytest
@@ -18,6 +19,7 @@ import eval as evaluation
 import train
 from lld import settings
 from lld.config import LORA_TARGETS, Model, Rollout
+from lld.evaluation import play
 from lld.model import adapters
 from lld.model.load import load_lm
 from lld.policy import Policy
@@ -214,9 +216,22 @@ def test_eval_scores_a_checkpoint_of_adapters(trained, tmp_path, capsys):
     assert evaluation.main(["--ckpt", str(path), *config, "--out", str(tmp_path)]) == 0
     about = json.loads((tmp_path / "results.json").read_text())
     assert "adapter_config.json" in about["checkpoint"]["sha256"]
+    assert re.fullmatch("[0-9a-f]{16}", about["base"])
     in_run = [json.loads(line) for line in open(trained / "whole/eval/tiny/step_000004.jsonl")]
     found = {record["id"]: record["answer"] for record in map(json.loads, open(tmp_path / "tiny.jsonl"))}
     assert all(found[record["id"]] == record["answer"] for record in in_run)
+
+
+def test_another_base_under_the_same_adapters_is_refused(trained, tmp_path, capsys, monkeypatch):
+    path = trained / "whole" / "checkpoints" / "step_000004"
+    config = ["--config", str(trained / "whole" / "config.yaml")]
+    command = ["--ckpt", str(path), *config, "--out", str(tmp_path)]
+    assert evaluation.main(command) == 0
+    lines = (tmp_path / "tiny.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "tiny.jsonl").write_text("".join(lines[:-1]))
+    monkeypatch.setattr(play, "base_fingerprint", lambda path: "another")
+    assert evaluation.main(command) == 2
+    assert "found with the base model of the adapters" in capsys.readouterr().err
 
 
 def test_published_adapters_of_a_local_base_are_noted(trained, tmp_path, capsys, monkeypatch):

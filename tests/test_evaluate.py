@@ -839,7 +839,7 @@ def test_each_process_plays_a_full_batch_of_every_chunk(world, tmp_path, monkeyp
     )
     benchmarks = {"nq": data.load_benchmark(cfg, "nq")}
     played = []
-    monkeypatch.setattr(play_module.folder, "claim_index", lambda *_: None)
+    monkeypatch.setattr(play_module.folder, "claim_found", lambda *_: None)
     monkeypatch.setattr(
         play_module,
         "evaluate_questions",

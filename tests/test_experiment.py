@@ -6,6 +6,7 @@ their record.
 """
 
 import dataclasses
+import functools
 import json
 import math
 import multiprocessing
@@ -26,18 +27,31 @@ from lld.experiment import figure as outcome_figure
 from lld.experiment import grid, intervals, outcomes, runner, tables
 from lld.record import courses
 
+
+def signs(plan, rows) -> str:
+    return tables.markdown(tables.alarms(rows, plan.runs)) + "\n"
+
+
+def beside_llds(plan, rows, world: str) -> str:
+    return tables.markdown(tables.beside_llds(plan, rows, world)) + "\n"
+
+
+def others(plan, rows) -> str:
+    """What `--tables` prints, but for the tables of stabilisers.md and alarm.md."""
+    text = tables.all_tables(plan, rows)
+    for made in (signs(plan, rows), *[beside_llds(plan, rows, world) for world in ("cut", "whole")]):
+        text = text.replace("\n" + made, "")
+    return text
+
+
 # Page -> its tables: the experiment, and what to make of its plan and its rows
 PAGES = {
-    "experiment.md": [("causes", tables.all_tables)],
-    "stabilisers-tables.md": [("stabilisers", tables.all_tables)],
+    "experiment.md": [("causes", others)],
+    "stabilisers-tables.md": [("stabilisers", others)],
     "stabilisers.md": [
-        ("stabilisers", lambda *of, world=world: tables.markdown(tables.beside_llds(*of, world)) + "\n")
-        for world in ("cut", "whole")
+        ("stabilisers", functools.partial(beside_llds, world=world)) for world in ("cut", "whole")
     ],
-    "alarm.md": [
-        (name, lambda plan, rows: tables.markdown(tables.alarms(rows, plan.runs)) + "\n")
-        for name in ("causes", "stabilisers")
-    ],
+    "alarm.md": [(name, signs) for name in ("causes", "stabilisers")],
 }
 TABLES_MARK, TABLES_END = "<!-- tables -->\n", "<!-- end of tables -->\n"
 FAKE_TRAIN = """

@@ -316,4 +316,4 @@ def test_the_time_of_searches_is_that_of_the_rollout_alone(monkeypatch):
     )
     search.seconds += 7.0  # of one after the step
     clock.lap("update")
-    assert clock.row([], 1, 0)["time/search_s"] == 2.0
+    assert clock.row(1, 0)["time/search_s"] == 2.0

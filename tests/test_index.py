@@ -555,6 +555,16 @@ def test_an_index_that_cannot_be_filled_is_refused_before_vectors_are_encoded(
         build(folder, str(tmp_path / "out"), index, shard_rows=NUM)
 
 
+@pytest.mark.parametrize("index", ["IVF701,Flat", "OPQ4,IVF1,PQ4x10", "PQ4x10"])
+def test_more_clusters_than_vectors_are_refused_before_vectors_are_encoded(
+    folder, tmp_path, index, monkeypatch
+):
+    monkeypatch.setattr(Encoder, "encode", lambda *_: pytest.fail("encoded"))
+    with pytest.raises(ValueError, match="trained on 700 vectors, which are too few for its (701|1024) clu"):
+        build(folder, str(tmp_path / "out"), index)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     "index, least", [("hnsw", 0.95), ("ivf-sq", 0.95), ("ivf-pq", 0.3), ("HNSW8,SQ8", 0.9)]
 )
@@ -675,7 +685,12 @@ def test_a_plan_that_does_not_fit_is_refused_with_what_would(folder, capsys, mon
     ):
         open_retriever(options_of(folder, "whole", max_memory_gb=2e-5))
     assert "retriever: faiss index.faiss: 0.00 GB of memory, 0.00 GB available" in capsys.readouterr().err
-    open_retriever(options_of(folder, "whole", max_memory_gb=2e-5, backend="torch", dtype="int8"))
+    int8 = options_of(folder, "whole", max_memory_gb=2e-5, backend="torch", dtype="int8")
+    open_retriever(int8)
+    with monkeypatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "8")
+        with pytest.raises(ValueError, match="torch int8 in each of 8 processes needs 0.00 GB"):
+            open_retriever(int8)
     with pytest.raises(ValueError, match="nothing here would fit"):
         open_retriever(options_of(folder, "whole", max_memory_gb=1e-9))
     monkeypatch.setattr(memory, "available_bytes", lambda: 30 * memory.GB)

@@ -76,6 +76,18 @@ def test_in_bf16_the_cpu_keeps_float32_weights_and_gradients_are_summed_in_float
     )
 
 
+def test_a_sampler_in_bf16_where_it_is_so_anyway_is_refused(monkeypatch):
+    """On a GPU, that is; else mixed precision is off."""
+    monkeypatch.setattr(setup, "Accelerator", lambda **_: SimpleNamespace(mixed_precision="bf16"))
+    with pytest.raises(ValueError, match="rollout.weights = 'bf16' does nothing with model.mixed_precision"):
+        setup.open_accelerator(settings.with_overrides({}, ["rollout.weights=bf16"]))
+
+
+def test_moving_moments_that_stay_in_cpu_memory_is_refused():
+    with pytest.raises(ValueError, match="cpu_in_rollout = True does nothing with optim.name = 'adamw_offlo"):
+        settings.with_overrides({}, ["optim.name=adamw_offload", "optim.cpu_in_rollout=true"])
+
+
 @pytest.mark.parametrize("name, dtype", [("adamw_offload", torch.bfloat16), ("adamw_8bit", torch.float32)])
 def test_the_state_saved_with_weights_only_resumes_bit_for_bit(name, dtype, tokenizer, tmp_path):
     if name == "adamw_8bit":

@@ -213,6 +213,24 @@ def test_searches_overlap_with_decoding(tokenizer):
     assert [e.answer for e in episodes] == ["a", "b"] and time.monotonic() - start < 20
 
 
+def test_an_error_does_not_wait_for_searches_that_hang_and_few_calls_are_under_way(tokenizer):
+    """A call a step would wait behind others, and each could take as long as its deadline."""
+    free, sent = threading.Event(), []
+
+    def search(queries):
+        sent.append(queries)
+        if len(sent) == rollout_module.SEARCHES:
+            raise RetrieverError("gone")
+        assert free.wait(timeout=60)
+        return [[Passage("0", '"T"\ntext')] for _ in queries]
+
+    start = time.monotonic()
+    with pytest.raises(RetrieverError, match="gone"):
+        play(tokenizer, search, [[["<search> q </search>"]]] * 30, overlap_search=True)
+    assert time.monotonic() - start < 30 and len(sent) == rollout_module.SEARCHES
+    free.set()
+
+
 def real_engine(lm, tokenizer, **options):
     return Engine(
         lm,

@@ -24,7 +24,7 @@ from lld.engine.engine import Engine
 from lld.episode import collate
 from lld.evaluate import evaluate_questions
 from lld.model.load import load_tokenizer
-from lld.running import checkpoint, setup, sharding
+from lld.running import checkpoint, evaluating, setup, sharding
 from lld.update import micro_batches, plan_updates
 
 LAUNCH = [
@@ -309,6 +309,22 @@ def test_fsdp_is_off_with_one_process_and_accelerates_own_accumulation_is_refuse
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     with pytest.raises(ValueError, match="ACCELERATE_GRADIENT_ACCUMULATION_STEPS = 4, of accelerate"):
         sharding.check_launch()
+
+
+def test_the_optimizer_waits_on_the_cpu_in_evaluations_too(monkeypatch):
+    """An evaluation's cache is as large as a rollout's."""
+    moments, held = torch.ones(300), []
+
+    def play_all(run, num_steps):
+        held.append(moments.untyped_storage().nbytes())
+        return {"eval/em": 1.0}
+
+    monkeypatch.setattr(evaluating, "_play_all", play_all)
+    optimizer = SimpleNamespace(state={0: {"exp_avg": moments}})
+    for wanted in (True, False):
+        cfg = settings.with_overrides({}, [f"optim.cpu_in_rollout={str(wanted).lower()}"])
+        assert evaluating.evaluate(SimpleNamespace(cfg=cfg, optimizer=optimizer), 1) == {"eval/em": 1.0}
+    assert held == [0, 1200] and moments.sum() == 300
 
 
 def test_tensors_that_parameters_share_survive_the_way_to_cpu_memory():

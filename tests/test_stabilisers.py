@@ -19,6 +19,7 @@ from lld.config import Loss
 from lld.episode import Episode, Question, collate
 from lld.loss import SURROGATES, Tokens, surrogate_terms
 from lld.policy import Policy
+from lld.record.metrics import Clock
 from lld.reward import overlong_punishment
 from lld.running import playing
 from lld.running.dry_row import check_names
@@ -714,6 +715,30 @@ def drawn(monkeypatch, groups, extra_draws, wanted=2, step=3, reward=None, lost=
     run = SimpleNamespace(cfg=cfg, questions=questions, tokenizer=None)
     kept, row = playing.draw_groups(run, step)
     return [episode.question.id for episode in kept[::2]], row, asked
+
+
+def test_a_further_draw_is_a_phase_of_its_own_and_tokens_of_dropped_groups_count(monkeypatch):
+    def play_own_groups(run, questions, step, asked):
+        samples = [(question, number) for question in questions for number in range(2)]
+        episodes = [Episode(q, n, [0], action_ids=[0] + [1] * i) for i, (q, n) in enumerate(samples)]
+        if asked:
+            episodes[-1].stop_reason, episodes[-1].failure = "failed_search", "lost"
+        return episodes, None
+
+    monkeypatch.setattr(playing, "play_own_groups", play_own_groups)
+    rollout = {"num_questions": 2, "group_size": 2, "max_failed_groups": 0.5}
+    cfg = settings.from_dict({"rollout": rollout, "optim": OPTIM})
+    phases = []
+    guard = SimpleNamespace(phase=lambda *names: phases.append(names))
+    single = SimpleNamespace(process_index=0, num_processes=1)
+    run = SimpleNamespace(cfg=cfg, clock=Clock(), guard=guard, accelerator=single)
+    questions = [Question(name, name, ("a",), "q") for name in "ab"]
+    assert len(playing.play_questions(run, questions, 3, [])[0]) == 4 and not phases
+    kept, failures, _ = playing.play_questions(run, questions, 3, ["a", "b"])
+    assert phases == [("rollout", 3)] and len(kept) == 2 and failures == ["lost"]
+    run.clock.lap("rollout")
+    run.clock.laps |= {"rollout": 4.0, "update": 1.0}
+    assert run.clock.row(2, 0)["speed/sampled_tokens_per_s"] == 2 * (0 + 1 + 2 + 3) / 2 / 4
 
 
 OPTIM = {"updates_per_rollout": 2}

@@ -2,6 +2,7 @@
 ends or continues as the table of docs/long-runs.md says."""
 
 import builtins
+import ctypes
 import json
 import os
 import resource
@@ -143,16 +144,50 @@ class Alone:
     process_index, num_processes = 0, 1
 
 
-def test_a_second_signal_is_not_caught(tmp_path):
-    # A background job of a shell ignores SIGINT
-    guard, before = survive.Guard(), signal.getsignal(signal.SIGINT)
+def test_a_second_signal_is_the_same_one_at_first_and_then_ends_a_process_that_hangs(tmp_path, monkeypatch):
+    """A process group and the launcher in it both pass on a SIGTERM to the processes that train."""
+    monkeypatch.setattr(survive, "ECHO_S", 0.5)
+    child = os.fork()
+    if not child:
+        guard = survive.Guard()
+        guard.prepare()
+        guard.watch(tmp_path, Alone, 0.0)
+        (tmp_path / "ready").write_text("")
+        while not guard.signal:
+            time.sleep(0.01)
+        (tmp_path / "heard").write_text("")
+        time.sleep(0.3)
+        (tmp_path / "survived").write_text("")
+        ctypes.CDLL(None).sleep(60)  # no handler of Python's runs in here
+        os._exit(0)
+    wait_for(tmp_path / "ready")
+    os.kill(child, signal.SIGTERM)
+    wait_for(tmp_path / "heard")
+    os.kill(child, signal.SIGTERM)
+    wait_for(tmp_path / "survived")
+    time.sleep(1.0)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+
+
+def test_the_guard_gives_the_signals_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(survive, "ECHO_S", 0.01)
+    guard, before = survive.Guard(), signal.getsignal(signal.SIGINT)  # a background job ignores it
     guard.prepare()
     guard.watch(tmp_path, Alone, 0.0)
     os.kill(os.getpid(), signal.SIGTERM)
     assert guard.signal == signal.SIGTERM
-    assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGINT) == signal.SIG_DFL
     guard.close()
     assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_a_run_says_that_torchrun_will_not_wait_for_its_checkpoint(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    for patience, rank, told in ((None, 0, True), (None, 1, False), ("600", 0, False)):
+        if patience:
+            monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", patience)
+        survive.Guard().watch(tmp_path, SimpleNamespace(process_index=rank, num_processes=2), 0.0)
+        assert ("torchrun kills its processes 30 s after" in capsys.readouterr().err) == told
 
 
 def test_a_hangup_stops_the_run_like_sigterm_unless_nohup_ignores_it(tmp_path):
@@ -174,7 +209,7 @@ def test_a_hangup_stops_the_run_like_sigterm_unless_nohup_ignores_it(tmp_path):
     [
         ("rollout", "is dropped and will be repeated, then the run stops with a checkpoint"),
         ("logs", "the step is logged, then the run stops"),
-        ("report", "the report is finished. A second"),
+        ("report", "the report is finished. After 5 s a second"),
     ],
 )
 def test_a_signal_says_what_becomes_of_the_phase_it_comes_in(tmp_path, capsys, phase, what):

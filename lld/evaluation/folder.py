@@ -51,6 +51,8 @@ OPTIONS = (
     "eval.temperature",
     "eval.top_p",
 )
+# Fingerprints that are known only once index and model are open
+FOUND = {"index": "the retriever's index", "base": "the base model of the adapters"}
 SECTIONS = ("checkpoint", "run", "model", "rollout", "retriever", "eval", "benchmarks")
 SCORES = ("em", "f1", "cover_em")
 # Fields of a record: those that are numbers, and the other required ones
@@ -107,7 +109,7 @@ def claim(out: Path, wanted: dict[str, dict]) -> list[str]:
         _refuse_other_settings(out, earlier, wanted)
         code = list(dict.fromkeys(earlier["code_sha256"] + code))
         benchmarks = earlier["benchmarks"] | wanted["benchmarks"]
-        wanted = wanted | {"benchmarks": benchmarks, "index": earlier.get("index")}
+        wanted = wanted | {"benchmarks": benchmarks} | {name: earlier.get(name) for name in FOUND}
     elif any(out.glob("*.jsonl")):
         raise ValueError(
             f"{out} holds .jsonl files but no settings.json, so what they are of is unknown: "
@@ -144,20 +146,20 @@ def read_settings(path: Path) -> dict:
     return tree
 
 
-def claim_index(out: Path, index: str | None) -> None:
-    """Writes the index's fingerprint into OUT/settings.json; ValueError where another index is there.
+def claim_found(out: Path, name: str, fingerprint: str | None) -> None:
+    """Writes a fingerprint of `FOUND` into OUT/settings.json; ValueError where another one is there.
 
-    None stands for an unknown index, which agrees with any.
+    None stands for an unknown one, which agrees with any.
     """
-    if index is None:
+    if fingerprint is None:
         return
     earlier = read_settings(out / "settings.json")
-    if earlier.get("index") not in (None, index):
+    if earlier.get(name) not in (None, fingerprint):
         raise ValueError(
-            f"{out} holds answers found with index {earlier['index']}, the retriever now has {index}: "
-            "start it as it was, or choose another --out"
+            f"{out} holds answers found with {FOUND[name]} {earlier[name]}, now it is {fingerprint}: "
+            "bring back the earlier one, or choose another --out"
         )
-    _write_settings(out / "settings.json", earlier | {"index": index})
+    _write_settings(out / "settings.json", earlier | {name: fingerprint})
 
 
 def read_records(path: Path) -> dict[str, dict]:

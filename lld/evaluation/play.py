@@ -22,7 +22,7 @@ from lld.evaluation.scores import format_table, score_records
 from lld.files import append_jsonl, fingerprint, replace_file
 from lld.model import load
 from lld.retrieval.client import check_health, make_search
-from lld.running.provenance import git_commit
+from lld.running.provenance import base_fingerprint, git_commit
 
 
 def evaluate(ckpt: Path, cfg: Config, names: list[str], out: Path) -> None:
@@ -72,8 +72,10 @@ def play_missing(
     check_health(cfg.retriever)  # before loading, which takes minutes for a large model
     search = make_search(cfg.retriever)
     if accelerator.is_main_process:
-        folder.claim_index(out, search.fingerprint)
+        folder.claim_found(out, "index", search.fingerprint)
     engine = open_engine(cfg, tokenizer, accelerator.device)
+    if accelerator.is_main_process:
+        folder.claim_found(out, "base", base_fingerprint(cfg.model.path))
     size = cfg.eval.batch_size * accelerator.num_processes
     with progress_bar(num_all, num_done, accelerator) as bar:
         for name, missing in missing_chunks(benchmarks, done, size):
@@ -142,7 +144,7 @@ def provenance(
         "config": tree,
         "config_sha256": folder.sha256(json.dumps(tree, sort_keys=True)),
         "code_sha256": code,
-        "index": folder.read_settings(out / "settings.json").get("index"),
+        **{name: folder.read_settings(out / "settings.json").get(name) for name in folder.FOUND},
         "git_commit": git_commit(),
         "versions": {
             "python": sys.version.split()[0],

@@ -282,8 +282,7 @@ ALARMS_TITLE = (
     "**What each sign of lld/record/phases.py was worth** in the runs that lost EM: how many had it before "
     "that loss, then or after, or never; lead: steps from the sign to the loss, least, median and largest. "
     "And how many had it of those that lost nothing: where what is trained is what is sampled (the sampler "
-    "does not cut, or its kept ids are trained), and the rest. Displacement is the warning that there was "
-    "before."
+    "does not cut, or its kept ids are trained), and the rest."
 )
 
 

@@ -16,9 +16,12 @@ GLOSSARY = {
     ),
     "reward/mean": "mean reward of all episodes; rises, then levels off",
     "reward/std": (
-        "mean over questions of the (unbiased) standard deviation within a group; 0 leaves nothing to learn"
+        "mean over questions of the (unbiased) standard deviation within a group; at 0 all advantages are 0"
     ),
-    "reward/mixed_groups": "share of groups whose episodes differ in reward; only these move the policy",
+    "reward/mixed_groups": (
+        "share of groups whose episodes differ in reward; the others have no advantage, only LLDS, KL and "
+        "entropy terms"
+    ),
     "em": "mean exact match of the training episodes, whatever the reward",
     "update": "optimizer step within the rollout step, from 0 (updates.jsonl)",
     "loss": (
@@ -93,7 +96,7 @@ GLOSSARY = {
     "displacement/*/*/turn*": "mean per token on the thinking, tool or answer part of the turn-th action",
     "displaced/*": (
         "share of tokens, actions or responses of the class whose likelihood fell by more than "
-        "monitor.NOISE a token"
+        "1e-5 nats a token in float32, 3e-3 in bf16 (NOISE in lld/record/monitor.py)"
     ),
     "final/*": (
         "displacement and share displaced once more, from before the first to after the last update "
@@ -162,9 +165,7 @@ GLOSSARY = {
     "time/rescore_s": "seconds of re-scoring after the last update, and of the sentinel",
     "time/eval_s": "seconds of evaluation",
     "time/step_s": "seconds of the whole step",
-    "speed/sampled_tokens_per_s": (
-        "model-written tokens of the episodes that are kept per second of rollout, per process"
-    ),
+    "speed/sampled_tokens_per_s": "model-written tokens per second of rollout, per process",
     "speed/trained_tokens_per_s": (
         "tokens (prompt and observations included) per second of update, all processes"
     ),

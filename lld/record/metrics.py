@@ -150,19 +150,19 @@ class Clock:
         self.start = self.last = time.perf_counter()
         self.laps: dict[str, float] = {}
         self.search_s = 0.0  # of the rollout
+        self.sampled_tokens = 0  # in the rollout by the model, on all processes
 
     def lap(self, name: str) -> None:
         now = time.perf_counter()
         self.laps[name] = now - self.last
         self.last = now
 
-    def row(self, episodes: list[Episode], num_processes: int, trained_tokens: int) -> dict[str, float]:
+    def row(self, num_processes: int, trained_tokens: int) -> dict[str, float]:
         """time/* in seconds, speed/* in tokens a second."""
-        sampled = sum(episode.num_model_tokens for episode in episodes)
         return {
             **{f"time/{name}_s": seconds for name, seconds in self.laps.items()},
             "time/search_s": self.search_s,
             "time/step_s": self.last - self.start,
-            "speed/sampled_tokens_per_s": sampled / num_processes / self.laps["rollout"],
+            "speed/sampled_tokens_per_s": self.sampled_tokens / num_processes / self.laps["rollout"],
             "speed/trained_tokens_per_s": trained_tokens / self.laps["update"],
         }

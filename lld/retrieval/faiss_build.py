@@ -94,7 +94,22 @@ def _empty_faiss(factory: str, dim: int, trial_rows: Sequence[int] = ()):
 
 
 def try_faiss(factory: str, dim: int, plan: dict) -> None:
-    """ValueError for an index that could not be made once the vectors are there; tries the first shards."""
+    """ValueError for an index that could not be made once the vectors are there; tries the first shards.
+
+    Of one that must be trained only this is known: k-means wants a vector for each of its clusters.
+    """
     ends = [min(plan["num_passages"], number * plan["shard_rows"]) for number in range(3)]
     sizes = [min(end - start, TRIAL_ROWS) for start, end in itertools.pairwise(ends) if end > start]
-    _empty_faiss(factory, dim, sizes)
+    index, most = _empty_faiss(factory, dim, sizes), min(plan["num_passages"], TRAIN_ROWS)
+    if _clusters(index) > most:
+        raise ValueError(
+            f"FAISS cannot make an index {factory!r}: it is trained on {most} vectors, which are too few for "
+            f"its {_clusters(index)} clusters; ask for fewer lists (IVF) or bits of a code (PQ)"
+        )
+
+
+def _clusters(index) -> int:
+    """The clusters of the largest k-means in an inverted file or product quantiser; 1 without one."""
+    inverted = faiss.try_extract_index_ivf(index)
+    codes = getattr(faiss.downcast_index(inverted or index), "pq", None)
+    return max(inverted.nlist if inverted else 1, codes.ksub if codes else 1)

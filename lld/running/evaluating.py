@@ -4,6 +4,7 @@ import json
 
 from lld.evaluate import evaluate_questions, summarize
 from lld.record import metrics, runs
+from lld.running import sharding
 from lld.running.playing import new_engine, own_places, progress_bar
 from lld.running.recording import tell_scores
 from lld.running.run import Run
@@ -16,6 +17,11 @@ def evaluate(run: Run, num_steps: int) -> dict[str, float]:
 
     Trajectories are written to eval/<benchmark>/ of the run folder. Raises Unplayed, on all processes.
     """
+    with sharding.optimizer_on_cpu(run.optimizer, run.cfg.optim.cpu_in_rollout):
+        return _play_all(run, num_steps)
+
+
+def _play_all(run: Run, num_steps: int) -> dict[str, float]:
     row, accelerator = {}, run.accelerator
     for name, questions in run.held_out.items():
         run.guard.phase("evaluation")

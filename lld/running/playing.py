@@ -113,7 +113,9 @@ def play_questions(
     failures = [text for text in gather_object([failure]) if text]
     if failures:
         raise Unplayed(failures[0])
-    kept, failures, empty = sort_groups(gather_groups(run, played, len(questions)))
+    groups = gather_groups(run, played, len(questions))
+    run.clock.sampled_tokens += sum(episode.num_model_tokens for group in groups for episode in group)
+    kept, failures, empty = sort_groups(groups)
     if len(failures) > run.cfg.rollout.max_failed_groups * len(questions):
         raise Unplayed(failures[0])
     return kept, failures, empty

@@ -21,6 +21,7 @@ from transformers.utils import cached_file
 
 from lld import config, files, settings
 from lld.episode import Question
+from lld.model import adapters
 from lld.record import runs
 
 ROOT = Path(__file__).parents[2]
@@ -78,6 +79,13 @@ def folder_of_model(path: str) -> Path | None:
     except OSError:
         return None
     return Path(found).parent if found else None
+
+
+def base_fingerprint(path: str) -> str | None:
+    """Of the weights to which the adapters in `path` are added; None for a whole model."""
+    base = adapters.base_of(path)
+    folder = folder_of_model(base) if base is not None else None
+    return of_files(folder, WEIGHTS) if folder else None
 
 
 def code_sha256(program: str) -> str:

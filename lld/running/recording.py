@@ -141,7 +141,7 @@ def write_rows(run: Run, row: dict, update_rows: list[dict], episodes: list[Epis
     step, accelerator = row["step"], run.accelerator
     run.guard.lock.check()
     num_tokens = int(batch.lengths_B.sum())
-    timings = run.clock.row(episodes, accelerator.num_processes, num_tokens)
+    timings = run.clock.row(accelerator.num_processes, num_tokens)
     metrics.append_rows(run.dir / "updates.jsonl", update_rows)
     metrics.append_rows(run.dir / "metrics.jsonl", [row])
     metrics.append_rows(run.dir / "timings.jsonl", [{"step": step} | timings])

@@ -115,6 +115,11 @@ def open_accelerator(cfg: Config) -> Accelerator:
         cpu=not on_gpu,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=patience)],
     )
+    if cfg.rollout.weights == "bf16" and accelerator.mixed_precision == "bf16":
+        raise ValueError(
+            "rollout.weights = 'bf16' does nothing with model.mixed_precision = 'bf16' on a GPU, where the "
+            "sampler is in bf16 anyway: drop it, or set model.mixed_precision=no"
+        )
     if on_gpu and cfg.optim.name == "adamw_offload":
         # Its step is work of the CPU, and `accelerate launch` asks for one thread.
         torch.set_num_threads(len(os.sched_getaffinity(0)))

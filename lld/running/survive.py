@@ -5,6 +5,7 @@ for `run.watchdog_s` seconds, it prints rank and phase, writes the stack of ever
 saves a checkpoint if that is safe, and ends the process.
 """
 
+import ctypes
 import errno
 import faulthandler
 import json
@@ -44,6 +45,8 @@ ENDED = ("done", "stopped", "given up")  # last phase after a normal exit
 GRACE_S = 10.0
 # A process that waits for others gets this many times the timeout, so that the hung process reports first.
 PATIENCE = 2
+# Another signal this soon is the same one: to all processes at once, and passed on by their launcher.
+ECHO_S = 5.0
 LINE_S = 60.0  # seconds between console heartbeat lines
 RECENT_STEPS = 20  # the ETA uses their mean duration
 
@@ -68,6 +71,7 @@ class Guard:
         self.now, self.alive, self.last_line, self.step_times = ("start", 0), time.monotonic(), 0.0, []
         self.handlers, self.over, self.thread, self.consoles = {}, threading.Event(), None, None
         self.lock: Lock | None = None
+        self.echo: threading.Timer | None = None
         self.saving, self.began, self.missed = threading.Lock(), time.time(), None
         self.outcome = "ended by an error"  # phase in the last heartbeat
 
@@ -78,6 +82,9 @@ class Guard:
         if self.thread is not None:
             self.thread.join()  # otherwise it could re-arm the timer
             faulthandler.cancel_dump_traceback_later()
+        if self.echo is not None:
+            self.echo.cancel()
+            self.echo.join()
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         if self.consoles is not None:
@@ -130,14 +137,25 @@ class Guard:
             watchdog_s,
         )
         self.alive = time.monotonic()
+        launched, patience = "TORCHELASTIC_RUN_ID" in os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+        if launched and patience not in os.environ and self.rank == 0:
+            print(
+                "train.py: torchrun kills its processes 30 s after a SIGTERM or Ctrl-C, often too soon for "
+                f"an update and a checkpoint: start it with {patience}=1800 in its environment",
+                file=sys.stderr,
+                flush=True,
+            )
         if watchdog_s:
             self.thread = threading.Thread(target=self._look, daemon=True)
             self.thread.start()
 
     def _received(self, number: int, _) -> None:
+        if self.signal:
+            return
         self.signal = number
-        for other in self.handlers:
-            signal.signal(other, signal.SIG_DFL)
+        self.echo = threading.Timer(ECHO_S, self._let_signals_kill)
+        self.echo.daemon = True
+        self.echo.start()
         if self.run_dir is None:
             raise KeyboardInterrupt
         phase, step = self.now
@@ -145,10 +163,15 @@ class Guard:
         then = "" if phase == "report" else ", then the run stops with a checkpoint"
         print(
             f"\ntrain.py: {signal.Signals(number).name} received in phase {phase!r} of step {step}: "
-            f"{what}{then}. A second signal ends the process at once.",
+            f"{what}{then}. After {ECHO_S:g} s a second signal ends the process at once.",
             file=sys.stderr,
             flush=True,
         )
+
+    def _let_signals_kill(self) -> None:
+        """From a thread, and so by libc: a handler of Python's would wait for a call that hangs."""
+        for number in self.handlers:
+            ctypes.CDLL(None).signal(int(number), 0)  # SIG_DFL
 
     def phase(self, name: str, step: int | None = None) -> None:
         """Enters phase `name`; counts as a sign of life."""

@@ -1,6 +1,6 @@
 """Publishes a checkpoint on the Hugging Face hub: weights, tokenizer, figure and a model card.
 
-    python -m lld.share RUN [--to ORG/NAME] [--out FOLDER] [--private] [--dry-run]
+    python -m lld.share RUN --to ORG/NAME [--out FOLDER] [--private] [--dry-run]
 
 RUN is a run's folder (its best checkpoint is taken) or RUN/checkpoints/step_N. The files are first put into
 FOLDER (default: RUN/share); --dry-run ends there. The trainer's state is left out. Run eval.py first: its

@@ -64,12 +64,13 @@ def micro_batch(cfg: config.Config) -> tuple[int, int]:
 
 
 def resident(cfg: config.Config, shape: Shape, setup: Setup, widths: Widths) -> dict[str, float]:
-    """Bytes in memory in every phase: weights, optimizer moments, frozen copies."""
+    """Bytes in memory in every phase: weights, moments, frozen copies, and the gradients in DDP's buckets."""
+    buckets = {} if setup.sharded or setup.processes == 1 else {"DDP": 4.0 * trained_params(cfg, shape)}
     moments = {"adamw": 8, "adamw_8bit": 2 + 2 * 4 / 256, "adamw_offload": 0}[cfg.optim.name]
     weights = shape.params * widths.stored / widths.share
     if cfg.model.lora_rank:
-        return {"weights": weights} | resident_adapters(cfg, shape, setup, widths)
-    kinds = {"weights": weights, "optimizer": shape.params * moments / widths.share}
+        return {"weights": weights} | resident_adapters(cfg, shape, setup, widths) | buckets
+    kinds = {"weights": weights, "optimizer": shape.params * moments / widths.share} | buckets
     if cfg.loss.kl_weight > 0:
         kinds["reference"] = weights
     if cfg.loss.lld_lag_steps > 0:
@@ -93,10 +94,9 @@ def resident_adapters(cfg: config.Config, shape: Shape, setup: Setup, widths: Wi
 
 
 def trained_weights(cfg: config.Config, shape: Shape, setup: Setup, widths: Widths) -> dict[str, float]:
-    """`resident` plus float32 gradients; DDP's buckets are a second copy of those."""
+    """`resident` plus float32 gradients."""
     kinds = resident(cfg, shape, setup, widths)
-    copies = 1 if setup.sharded or setup.processes == 1 else 2
-    kinds["gradients"] = trained_params(cfg, shape) * 4 / widths.share * copies
+    kinds["gradients"] = trained_params(cfg, shape) * 4 / widths.share
     return kinds
 
 
