@@ -623,7 +623,7 @@ def test_search_failure_keeps_what_was_done(world, whole, tmp_path, monkeypatch,
     )
     monkeypatch.setattr(play_module, "make_search", lambda options: Search(make_search(options), "another"))
     assert run_eval(world, tmp_path) == 2
-    assert "the retriever now has another: start it as it was" in capsys.readouterr().err
+    assert "now it is another: bring back the earlier one" in capsys.readouterr().err
     monkeypatch.setattr(play_module, "make_search", make_search)
     assert run_eval(world, tmp_path) == 0
     assert read(tmp_path)[1] == read(whole)[1]

@@ -236,7 +236,8 @@ def test_sharding_spreads_weights_gradients_and_moments():
         for cfg in (load("7b", "plan.gpus=8"), load("7b", *ON_8))
     )
     assert spread["weights"] == whole["weights"] / 8 and spread["optimizer"] == whole["optimizer"] / 8
-    assert spread["gradients"] == whole["gradients"] / 16  # DDP has buckets of the same size besides
+    assert spread["gradients"] == whole["gradients"] / 8
+    assert whole["DDP"] == whole["gradients"] and "DDP" not in spread  # its buckets; kept in every phase
     assert spread["rollout copy"] == 2 * 7_615_616_512
 
 

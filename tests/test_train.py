@@ -495,8 +495,8 @@ def test_a_run_with_the_retriever_and_the_reward_of_the_docs(folder, tmp_path, m
                 assert value == 0
             else:
                 right = reward.token_f1(episode.answer, episode.question.golden_answers)
-                observed = sum(turn.observation_end > turn.end for turn in episode.turns)
-                assert value == pytest.approx(right - 0.05 * observed)
+                searched = sum(turn.tool_was_read for turn in episode.turns)
+                assert value == pytest.approx(right - 0.05 * searched)
 
 
 def test_a_retriever_that_is_down_is_named_before_work_starts(folder, capsys):
