@@ -21,6 +21,7 @@ from lld.config import Config
 from lld.evaluation.options import options_of
 from lld.model.folder import check_folder
 from lld.record.runs import printable
+from lld.running.leaving import leave
 from lld.tools import RetrieverError
 
 
@@ -94,4 +95,4 @@ def tell(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -16,6 +16,7 @@ from lld import settings
 from lld.config import Config
 from lld.record.runs import printable
 from lld.running import lock
+from lld.running.leaving import leave
 
 if TYPE_CHECKING:
     from lld.running.run import Run
@@ -180,4 +181,4 @@ def carry_out(guard: "Guard", cfg: Config, resume: bool, box: Path | None) -> in
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -232,7 +232,7 @@ class Optim:
     betas: tuple[float, ...] = (0.9, 0.999)  # of Adam
     weight_decay: float = 0.01  # of AdamW
     max_grad_norm: float = 1.0  # larger gradients are scaled down to it
-    # Move the optimizer's moments to CPU memory during rollouts
+    # Move the optimizer's moments to CPU memory during rollouts and evaluations
     cpu_in_rollout: bool = False
 
 

@@ -131,7 +131,7 @@ def rollout(
         asked = f"{question.id}@{repeats[index]}" if repeats and repeats[index] else question.id
         talk.begin(index, question, [episode_seed(seed, step, asked, n) for n in range(num_samples)])
     pending: dict[Future, list[tuple]] = {}
-    pool = ThreadPoolExecutor(SEARCHES)
+    pool = ThreadPoolExecutor(SEARCHES, "search")
     try:
         while engine.busy or talk.asking or pending:
             for stopped in engine.step() if engine.busy else ():

@@ -31,6 +31,7 @@ RESUMABLE = (
     "run.tracker_tags",
     "optim.micro_batch_size",
     "optim.micro_batch_tokens",
+    "optim.cpu_in_rollout",
     "rollout.num_slots",
     "rollout.cuda_graphs",
     "rollout.max_failed_groups",

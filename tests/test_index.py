@@ -14,9 +14,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import faiss
 import numpy as np
+import psutil
 import pytest
 import torch
 from conftest import ROOT, SHARED
@@ -555,7 +557,9 @@ def test_an_index_that_cannot_be_filled_is_refused_before_vectors_are_encoded(
         build(folder, str(tmp_path / "out"), index, shard_rows=NUM)
 
 
-@pytest.mark.parametrize("index", ["IVF701,Flat", "OPQ4,IVF1,PQ4x10", "PQ4x10"])
+@pytest.mark.parametrize(
+    "index", ["IVF701,Flat", "OPQ4,IVF1,PQ4x10", "PQ4x10", "OPQ4,PQ4x10", "PQ4x10,RFlat", "HNSW8_PQ4x10"]
+)
 def test_more_clusters_than_vectors_are_refused_before_vectors_are_encoded(
     folder, tmp_path, index, monkeypatch
 ):
@@ -689,7 +693,9 @@ def test_a_plan_that_does_not_fit_is_refused_with_what_would(folder, capsys, mon
     open_retriever(int8)
     with monkeypatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "8")
-        with pytest.raises(ValueError, match="torch int8 in each of 8 processes needs 0.00 GB"):
+        open_retriever(int8)
+        patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=7 * 700 * 20, available=1e9))
+        with pytest.raises(ValueError, match="torch int8 takes 0.00 GB in each of 8 processes, more than"):
             open_retriever(int8)
     with pytest.raises(ValueError, match="nothing here would fit"):
         open_retriever(options_of(folder, "whole", max_memory_gb=1e-9))

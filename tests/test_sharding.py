@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ from lld.episode import collate
 from lld.evaluate import evaluate_questions
 from lld.model.load import load_tokenizer
 from lld.running import checkpoint, evaluating, setup, sharding
+from lld.tools import RetrieverError
 from lld.update import micro_batches, plan_updates
 
 LAUNCH = [
@@ -325,6 +327,25 @@ def test_the_optimizer_waits_on_the_cpu_in_evaluations_too(monkeypatch):
         cfg = settings.with_overrides({}, [f"optim.cpu_in_rollout={str(wanted).lower()}"])
         assert evaluating.evaluate(SimpleNamespace(cfg=cfg, optimizer=optimizer), 1) == {"eval/em": 1.0}
     assert held == [0, 1200] and moments.sum() == 300
+
+    class Cache:
+        """Of the engine."""
+
+    def play_all(run, num_steps):
+        cache = Cache()
+        alive.append(weakref.ref(cache))
+        try:
+            raise TimeoutError("slow")
+        except TimeoutError as error:
+            raise RetrieverError("gone") from error
+
+    alive, found_alive, copied = [], [], torch.Tensor.copy_
+    monkeypatch.setattr(evaluating, "_play_all", play_all)
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *of: found_alive.append(alive[0]()) or copied(*of))
+    cfg = settings.with_overrides({}, ["optim.cpu_in_rollout=true"])
+    with pytest.raises(RetrieverError, match="gone"):
+        evaluating.evaluate(SimpleNamespace(cfg=cfg, optimizer=optimizer), 1)
+    assert found_alive == [None], "the moments come back beside the engine's cache"
 
 
 def test_tensors_that_parameters_share_survive_the_way_to_cpu_memory():

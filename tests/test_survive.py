@@ -326,6 +326,7 @@ def test_a_process_ends_with_its_killed_launcher(tmp_path):
     if not parent:
         if os.fork():
             time.sleep(60)
+        survive.ECHO_S = 0.1
         guard = survive.Guard()
         guard.prepare(os.getppid())
         guard.watch(tmp_path, Alone, 0.0)
@@ -349,6 +350,22 @@ def wait_for(path: Path, timeout_s: float = 30.0) -> None:
     while not path.exists():
         assert time.monotonic() < deadline, f"no {path}"
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_program_does_not_wait_for_a_search_that_hangs(hangs):
+    code = f"""
+import time
+from concurrent.futures import ThreadPoolExecutor
+from lld.running.leaving import leave
+pool = ThreadPoolExecutor(2, "search")
+pool.submit(time.sleep, {600 if hangs else 0})
+pool.shutdown(wait=False, cancel_futures=True)
+print("told")
+leave(5)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 5 and done.stdout == "told\n"
 
 
 def test_a_closed_console_loses_no_step(tmp_path):

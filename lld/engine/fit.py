@@ -10,7 +10,7 @@ from lld.model import attention
 from lld.model.joined import KINDS
 
 LENGTHS = (14, 9)  # tokens of the rows that are tried
-ENDS = [-4, -2, -1]  # the tokens of a row after which the engine's passes end
+ENDS = [-7, -5, -4, -3, -2, -1]  # the tokens of a row after which the engine's passes end
 
 
 def check_fit(lm, tokenizer, max_episode_tokens: int) -> None:

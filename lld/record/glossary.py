@@ -16,11 +16,12 @@ GLOSSARY = {
     ),
     "reward/mean": "mean reward of all episodes; rises, then levels off",
     "reward/std": (
-        "mean over questions of the (unbiased) standard deviation within a group; at 0 all advantages are 0"
+        "mean over questions of the (unbiased) standard deviation within a group; at 0 all group-relative "
+        "advantages are 0"
     ),
     "reward/mixed_groups": (
-        "share of groups whose episodes differ in reward; the others have no advantage, only LLDS, KL and "
-        "entropy terms"
+        "share of groups whose episodes differ in reward; the others have no group-relative advantage, "
+        "only LLDS, KL and entropy terms"
     ),
     "em": "mean exact match of the training episodes, whatever the reward",
     "update": "optimizer step within the rollout step, from 0 (updates.jsonl)",

@@ -55,8 +55,9 @@ def open_retriever(options: Retriever, reserved_bytes: float = 0.0):
     if manifest is not None:
         match_manifest(path, manifest, options)
     if path is None and options.backend in ("bm25", "oracle") and Path(options.corpus).is_file():
-        what, needed = _of_each_process("bm25 in memory", BM25_BYTES * unpacked_bytes(options.corpus))
-        memory.check(what, needed, 0, 0, options.max_memory_gb, reserved=reserved_bytes)
+        needed = BM25_BYTES * unpacked_bytes(options.corpus)
+        memory.check("bm25 in memory", needed, 0, 0, options.max_memory_gb, reserved=reserved_bytes)
+        memory.check_processes("bm25 in memory", needed)
     corpus = Corpus(options.corpus)
     if manifest is not None and corpus.sha256 != manifest["corpus_sha256"]:
         raise ValueError(
@@ -116,12 +117,6 @@ def _refuse_gpus_for_each(options: Retriever) -> None:
         )
 
 
-def _of_each_process(what: str, needed: float) -> tuple[str, float]:
-    """What the processes of this machine need together, where each holds its own."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return (f"{what} in each of {processes} processes" if processes > 1 else what), needed * processes
-
-
 def _open_backend(
     options: Retriever, path: Path | None, manifest: dict | None, corpus: Corpus, reserved_bytes: float
 ):
@@ -147,12 +142,11 @@ def _open_torch(
     vectors = Vectors(path)
     bytes_each = vectors.dim + 4 if options.dtype == "int8" else 2 * vectors.dim
     where = "GPU memory" if device == "cuda" else "memory"
-    what, needed = f"torch {options.dtype}", len(vectors) * bytes_each
     if device == "cpu" and options.dtype == "int8":  # float16 is mapped, and the processes share it
-        what, needed = _of_each_process(what, needed)
+        memory.check_processes("torch int8", len(vectors) * bytes_each)
     memory.check(
-        what,
-        needed,
+        f"torch {options.dtype}",
+        len(vectors) * bytes_each,
         len(vectors),
         vectors.dim,
         options.max_memory_gb,

@@ -13,6 +13,7 @@ from lld.files import written_aside
 from lld.retrieval.index import Vectors
 
 TRAIN_ROWS = 1 << 18  # at most, for k-means and quantisers
+INSIDE = ("index", "base_index", "storage")  # what IndexPreTransform, IndexRefine and IndexHNSW are made of
 TRIAL_ROWS = 256  # of a shard, in the trial before vectors are encoded
 
 
@@ -111,5 +112,8 @@ def try_faiss(factory: str, dim: int, plan: dict) -> None:
 def _clusters(index) -> int:
     """The clusters of the largest k-means in an inverted file or product quantiser; 1 without one."""
     inverted = faiss.try_extract_index_ivf(index)
-    codes = getattr(faiss.downcast_index(inverted or index), "pq", None)
+    inner = faiss.downcast_index(inverted or index)
+    while nested := next((getattr(inner, name, None) for name in INSIDE if hasattr(inner, name)), None):
+        inner = faiss.downcast_index(nested)
+    codes = getattr(inner, "pq", None)
     return max(inverted.nlist if inverted else 1, codes.ksub if codes else 1)

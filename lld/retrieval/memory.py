@@ -1,5 +1,6 @@
 """Estimates the memory of a retriever before it is loaded; if it is too much, names what would fit."""
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -114,6 +115,19 @@ def check(
         f"{what} needs {needed / GB:.2f} GB of {where} for {num_vectors:,} vectors of {dim}, and "
         f"{free / GB:.2f} GB are available; {remedy}. retriever.max_memory_gb overrules the limit"
     )
+
+
+def check_processes(what: str, needed: float) -> None:
+    """ValueError if all processes of this machine, each with its own `needed` bytes, need more than it has.
+
+    Of all its memory: what is free depends on how many of them have loaded theirs.
+    """
+    processes, total = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), float(psutil.virtual_memory().total)
+    if processes > 1 and needed * processes > total:
+        raise ValueError(
+            f"{what} takes {needed / GB:.2f} GB in each of {processes} processes, more than the "
+            f"{total / GB:.2f} GB of this machine: start retriever_server.py once and set retriever.url"
+        )
 
 
 def check_server(needed: float, limit_gb: float | None) -> None:

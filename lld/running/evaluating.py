@@ -17,8 +17,15 @@ def evaluate(run: Run, num_steps: int) -> dict[str, float]:
 
     Trajectories are written to eval/<benchmark>/ of the run folder. Raises Unplayed, on all processes.
     """
+    failure = None
     with sharding.optimizer_on_cpu(run.optimizer, run.cfg.optim.cpu_in_rollout):
-        return _play_all(run, num_steps)
+        try:
+            row = _play_all(run, num_steps)
+        except Unplayed as error:
+            failure = type(error)(str(error))  # another one: its frames hold the engine, with its cache
+    if failure is not None:
+        raise failure
+    return row
 
 
 def _play_all(run: Run, num_steps: int) -> dict[str, float]:

@@ -140,8 +140,9 @@ class Guard:
         launched, patience = "TORCHELASTIC_RUN_ID" in os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
         if launched and patience not in os.environ and self.rank == 0:
             print(
-                "train.py: torchrun kills its processes 30 s after a SIGTERM or Ctrl-C, often too soon for "
-                f"an update and a checkpoint: start it with {patience}=1800 in its environment",
+                "train.py: torchrun kills its processes 30 s after a SIGTERM or Ctrl-C, unless it has a "
+                "--shutdown-timeout. That may be too soon for an update and a checkpoint: start it with "
+                f"{patience}=1800 in its environment",
                 file=sys.stderr,
                 flush=True,
             )
@@ -170,7 +171,7 @@ class Guard:
 
     def _let_signals_kill(self) -> None:
         """From a thread, and so by libc: a handler of Python's would wait for a call that hangs."""
-        for number in self.handlers:
+        for number in () if self.over.is_set() else self.handlers:
             ctypes.CDLL(None).signal(int(number), 0)  # SIG_DFL
 
     def phase(self, name: str, step: int | None = None) -> None:
