@@ -440,7 +440,7 @@ def small(name: str, **changes) -> Path:
             "max_new_tokens": 24,
             "num_slots": 3,
             "top_p": 0.9,
-            "weights": "bf16",
+            "weights": "int8",
         },
         "optim": {"micro_batch_size": 2},
         "loss": {"lld_lag_steps": 0, "kl_weight": 0.001, "old_logprobs": "trainer", "support": "kept"},
