@@ -8,6 +8,7 @@ docstring says so. Tags of actions come from the table of tools; the prompt must
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import date
 
 from lld.tools import TOOLS, Passage
 
@@ -16,6 +17,7 @@ ACTION_TAGS = {tool.tag: kind for kind, tool in TOOLS.items()} | {"answer": "ans
 TAG_OF_KIND = {kind: tag for tag, kind in ACTION_TAGS.items()}
 TAGS = ("think", "information", *ACTION_TAGS)
 STOP_STRINGS = tuple(f"</{tag}>" for tag in ACTION_TAGS)
+TODAY = "2024-07-26"  # Llama-3.2-Instruct's where its chat template has no clock
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>")  # the end of a turn in the chat templates of Qwen and Llama
 
 # Parts of a response. A part's id, in `Batch.part_ids_BT` and in files, is its position here, counted from 1.
@@ -73,13 +75,15 @@ def encode_prompt(tokenizer, question: str) -> list[int]:
     """Token ids of a question's prompt.
 
     Through the chat template if the tokenizer has one (Search-R1 does so for base models too), as raw text
-    otherwise, and then without a BOS, as verl does. Control tokens in the question become plain text.
+    otherwise, and then without a BOS, as verl does. Control tokens in the question become plain text. Where
+    the template prints today's date (Llama-3.2-Instruct's does), every day's prompt has `TODAY`.
     """
     controls = control_tokens(tokenizer)
     message = question_prompt(_as_text(question, tokenizer, lambda text: _respell(text, controls)))
     if tokenizer.chat_template is not None:
+        messages, clock = [{"role": "user", "content": message}], date.fromisoformat(TODAY)
         message = tokenizer.apply_chat_template(
-            [{"role": "user", "content": message}], add_generation_prompt=True, tokenize=False
+            messages, add_generation_prompt=True, tokenize=False, strftime_now=clock.strftime
         )
     return tokenizer.encode(message, add_special_tokens=False)
 

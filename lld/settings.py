@@ -266,12 +266,12 @@ def parse_yaml(text: str):
 def read_yaml(path: str | Path) -> dict:
     """The mapping that a YAML file holds; ValueError names the file where it holds anything else."""
     if not Path(path).is_file():
-        near = difflib.get_close_matches(
-            Path(path).name, [other.name for other in Path(path).parent.glob("*.yaml")], n=1
-        )
-        raise ValueError(
-            f"no config file {path}" + (f": did you mean {Path(path).parent / near[0]}?" if near else "")
-        )
+        others = [*Path(path).parent.glob("*.yaml"), *Path("configs").glob("*.yaml")]
+        names = [Path(path).with_suffix(".yaml").name, Path(path).name]
+        near = [name for name in names if any(other.name == name for other in others)]
+        near = near or difflib.get_close_matches(names[1], [other.name for other in others], n=1)
+        meant = next((other for other in others if other.name in near[:1]), None)
+        raise ValueError(f"no config file {path}" + (f": did you mean {meant}?" if meant else ""))
     try:
         tree = parse_yaml(Path(path).read_text(encoding="utf-8")) or {}
     except ValueError as error:  # UnicodeDecodeError is one

@@ -59,6 +59,12 @@ def run(to: Path, *options: str) -> int:
     return program.main(["get", "--to", str(to), *options])
 
 
+def test_without_the_index_the_next_command_builds_one():
+    assert program.next_commands(Path("data"), ["corpus"]).splitlines()[1:] == [
+        "python -m lld.retrieval build --corpus data/wiki-18.jsonl --out indexes/e5-pq --index ivf-pq"
+    ]
+
+
 def test_everything_is_fetched_joined_and_unpacked_and_nothing_twice(hub, tmp_path, capsys):
     to = tmp_path / "a folder"
     assert run(to) == 0

@@ -25,8 +25,8 @@ from conftest import ROOT, SHARED
 from test_retrieval import brute_force, make_encoder, make_passages, write_corpus
 
 from lld.config import Retriever
+from lld.retrieval import backends, command, memory, shards
 from lld.retrieval import build as build_module
-from lld.retrieval import command, memory, shards
 from lld.retrieval import exact as exact_module
 from lld.retrieval import index as index_module
 from lld.retrieval.backends import open_retriever
@@ -706,6 +706,13 @@ def test_a_plan_that_does_not_fit_is_refused_with_what_would(folder, capsys, mon
         "ivf-sq .16.30 GB., torch int8 .16.21 GB., faiss ivf-pq .4.20 GB",
     ):
         memory.check("faiss flat", 21e6 * 768 * 4, 21_000_000, 768)
+    # A bare file tells its vectors in its header: refused before the corpus is read.
+    with monkeypatch.context() as patch:
+        patch.setattr(backends, "Corpus", lambda path: pytest.fail(f"{path} is read"))
+        bare = options_of(folder, "whole", max_memory_gb=2e-5, backend=None)
+        bare = dataclasses.replace(bare, index=str(Path(bare.index) / "index.faiss"))
+        with pytest.raises(ValueError, match="for 700 vectors of 16, and .*what would fit: faiss ivf-sq"):
+            open_retriever(bare)
     with pytest.raises(ValueError, match="building HNSW32 needs"):
         memory.check_build("HNSW32", 21_000_000, 768, 1 << 18)
     memory.check_build("Flat", 21_000_000, 768, 1 << 18)  # streamed to the disk
@@ -768,6 +775,19 @@ def test_query_blocks_do_not_change_the_answers(folder, monkeypatch):
     assert [[p.id for p in passages] for passages in retriever.search(queries, 7)] == [
         [p.id for p in passages] for passages in whole
     ]
+
+
+def test_numbers_and_files_of_a_build_are_checked_before_it_begins(capsys, tmp_path):
+    given = ["build", "--corpus", "c.jsonl", "--out", "o"]
+    for option, value, message in (
+        ("--shard-rows", "-5", "--shard-rows -5: must be at least 1"),
+        ("--max-tokens", "0", "--max-tokens 0: must be at least 1"),
+        ("--batch-size", "0", "--batch-size 0: must be at least 1"),
+        ("--vectors", str(tmp_path), f"--vectors {tmp_path}: there is no such file"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            command.parse_arguments([*given, option, value])
+        assert message in capsys.readouterr().err
 
 
 # A folder of MiniLM vectors of ../shared's corpus: an hour of encoding

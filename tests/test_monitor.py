@@ -9,6 +9,7 @@ import random
 import re
 
 import pytest
+import tokenizers
 import torch
 from bench import alarm
 from conftest import ROOT, make_lm, make_tokenizer
@@ -595,3 +596,14 @@ def test_pieces_of_text_add_up_to_the_text():
 
     texts = trajectories.pieces(decode, ids)
     assert len(texts) == len(ids) and "".join(texts) == decode(ids)
+
+
+def test_pieces_of_text_add_up_to_the_text_with_a_byte_fallback():
+    """Llama-2's kind of decoder shows a run of bytes as U+FFFD until its last character is complete."""
+    tokens = ["a", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(dict(zip(tokens, range(257), strict=True)), []))
+    fallback, fuse = tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()
+    tokenizer.decoder = tokenizers.decoders.Sequence([fallback, fuse])
+    text = "aéa中a😀é中文字aa\ufffd\ufffd\ufffd\ufffd😀" * 9
+    ids = [0 if byte == ord("a") else byte + 1 for byte in text.encode()]
+    assert "".join(trajectories.pieces(tokenizer.decode, ids)) == tokenizer.decode(ids) == text

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from lld import config, settings
 from lld.engine import engine
 from lld.model import adapters, attention
 from lld.retrieval import memory
+from lld.running import ending, sharding
 from lld.running.plan.checks import check_host, check_plan, print_plan
 from lld.running.plan.peaks import cache_sizes, estimate, highest_peak, saved_bytes, total
 from lld.running.plan.processes import Setup, read_setup
@@ -328,6 +330,20 @@ def test_a_run_on_a_gpu_is_refused_only_where_weights_gradients_and_optimizer_al
     assert "with episodes as long as allowed this run takes" in capsys.readouterr().err
     check_plan(load("tiny"))
     assert capsys.readouterr().err == ""
+    # Where no GPU is visible, nothing else would say that 7B is about to be opened on the CPU.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 24e9)
+    with pytest.raises(ValueError, match="opening models takes 30.5 GB of CPU memory"):
+        check_plan(load("7b"))
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    sharding.check_launch()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(ValueError, match="8 processes on a machine with 4 visible GPUs: .*--num_processes 4"):
+        sharding.check_launch()
 
 
 def test_cpu_memory_is_counted_for_all_processes_of_a_machine(monkeypatch, capsys):
@@ -402,3 +418,12 @@ if __name__ == "__main__":
     start = text.index("| config | GPUs | GB of each, of |")
     end = text.index("\n\n", start) + 1
     MEMORY.write_text(text[:start] + table_of_needs() + text[end:])
+
+
+def test_lack_of_gpu_memory_is_told_with_what_lowers_it(tmp_path, capsys):
+    guard = SimpleNamespace(rank=3, now=("update", 7), run_dir=tmp_path)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert ending.exit_code(error, guard, None) == 2
+    told = capsys.readouterr().err
+    assert "rank 3: no GPU memory left (phase 'update' of step 7; CUDA out of memory)" in told
+    assert "Lower optim.micro_batch_tokens for an update" in told and "No checkpoint yet" in told

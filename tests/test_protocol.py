@@ -107,6 +107,17 @@ def test_chat_template_is_used_where_there_is_one():
     assert text == f"user: {protocol.question_prompt('q')} assistant: "
 
 
+def test_a_template_with_todays_date_has_the_same_prompt_every_day(tmp_path):
+    """As Llama-3.2-Instruct's: else a run that is resumed tomorrow, or evaluated twice, has other prompts."""
+    chat = make_tokenizer(chat=True)
+    chat.chat_template = (
+        "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+        "Today Date: {{ date_string }} " + chat.chat_template
+    )
+    text = chat.decode(protocol.encode_prompt(chat, "q"))
+    assert text == f"Today Date: 26 Jul 2024 user: {protocol.question_prompt('q')} assistant: "
+
+
 PASSAGES = [
     Passage("0", '"Ada"\nshort text', 1.0),
     Passage("1", '"Bob"\n' + "long text " * 60, 0.9),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import make_lm, play
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lld import settings
 from lld.engine.sampling import sample_tokens
@@ -112,6 +113,20 @@ def test_a_rollout_samples_rounded_weights_and_nothing_else_sees_them(kind, toke
     assert all(torch.equal(weight, before[name]) for name, weight in lm.state_dict().items())
     head = {"lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"}
     assert (head <= names) == (kind == "bf16") and "model.layers.1.mlp.up_proj.weight" in names
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_a_mixtures_experts_are_rounded_row_by_row(kind):
+    shape = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 2, "moe_intermediate_size": 16, "num_experts": 4, "head_dim": 16}
+    lm = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, mlp_only_layers=[]))
+    experts = lm.model.layers[0].mlp.experts
+    names = {name for name in rounded_names(lm, kind) if ".mlp." in name}
+    assert names == {f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")}
+    rounded = COARSE[kind](experts.down_proj)
+    for expert in range(4):
+        assert torch.equal(rounded[expert], COARSE[kind](experts.down_proj[expert]))
+    assert not torch.equal(rounded, experts.down_proj)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from lld.evaluate import evaluate_questions
 from lld.evaluation.folder import checkpoint_files
 from lld.files import fingerprint
 from lld.model.folder import check_folder
+from lld.protocol import encode_prompt
 from lld.share import card
 from lld.share import upload as command
 from lld.share.usage import loading_code
@@ -168,6 +169,18 @@ def test_the_cards_code_ends_turns_as_lld_does_and_repeats_freely(tmp_path):
     exec(code, names)
     assert names["write"](ids) == [*written[: written.index(written[4])], ended]
     assert "<|im_end|>" in vllm
+
+
+def test_the_cards_code_has_the_prompts_of_training_where_the_template_prints_a_date(tmp_path):
+    tokenizer = make_tokenizer(chat=True)
+    tokenizer.chat_template = "{{ strftime_now('%d %B %Y') }} " + tokenizer.chat_template
+    make_lm(tokenizer).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    names, asked = {}, []
+    exec(loading_code(str(tmp_path), tmp_path, settings.from_dict({}))[0], names)
+    names["write"] = lambda ids: asked.append(ids) or tokenizer.encode("<answer> Ada </answer>")
+    assert names["ask"]("who?", None) == "Ada" and asked == [encode_prompt(tokenizer, "who?")]
+    assert tokenizer.decode(asked[0]).startswith("26 July 2024")
 
 
 def test_sharded_weights_come_with_their_index(tmp_path):

@@ -44,10 +44,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def next_commands(to: Path, names: list[str]) -> str:
     """How to use what was fetched."""
     lines, place = [], shlex.quote(str(to))
-    if "index" in names or "corpus" in names:
-        lines.append(
-            f"python retriever_server.py --index {place}/e5_Flat.index --corpus {place}/wiki-18.jsonl"
-        )
+    corpus = f"--corpus {place}/wiki-18.jsonl"
+    if "index" in names:
+        lines.append(f"python retriever_server.py --index {place}/e5_Flat.index {corpus}")
+    elif "corpus" in names:
+        lines.append(f"python -m lld.retrieval build {corpus} --out indexes/e5-pq --index ivf-pq")
     if "questions" in names:
         sets = ", ".join(f"{name}: {to / 'questions' / path}" for name, path in BENCHMARKS.items())
         lines.append(

@@ -30,8 +30,8 @@ def to_int8(weight_RC: torch.Tensor) -> torch.Tensor:
 
 
 def _largest(weight_RC: torch.Tensor) -> torch.Tensor:
-    """The largest size in each row (R, 1); above 0."""
-    return weight_RC.float().abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny * 1e3)
+    """The largest size in each row (R, 1); above 0. Experts have a leading dimension more."""
+    return weight_RC.float().abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny * 1e3)
 
 
 COARSE: dict[str, Callable] = {"bf16": to_bf16, "fp8": to_fp8, "int8": to_int8}
@@ -40,13 +40,14 @@ COARSE: dict[str, Callable] = {"bf16": to_bf16, "fp8": to_fp8, "int8": to_int8}
 def rounded_names(lm: nn.Module, kind: str) -> set[str]:
     """Names of the weights that `kind` rounds.
 
-    bf16: all. fp8, int8: the matrices of the decoder layers; embedding, head, norms and biases stay, as is
-    usual for samplers with such weights.
+    bf16: all. fp8, int8: the matrices of the decoder layers, experts' too; embedding, head, routers, norms
+    and biases stay, as is usual for samplers with such weights.
     """
     if kind == "bf16":
         return {name for name, _ in lm.named_parameters()}
     head = lm.get_output_embeddings()
-    return {
+    experts = {name for name, weight in lm.named_parameters() if weight.dim() == 3}
+    return experts | {
         f"{name}.weight"
         for name, module in lm.named_modules()
         if isinstance(module, nn.Linear) and module is not head

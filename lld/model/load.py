@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -51,11 +52,15 @@ def load_tokenizer(options: Model):
 def read_shape(options: Model) -> PreTrainedConfig:
     """The config.json of the model, or of the base of adapters, with this project's attention.
 
-    The file's own choice of attention is overwritten: it may name a kernel on the hub, which is code.
+    The file's own choice of attention is overwritten: it may name a kernel on the hub, which is code. Dropout
+    and router jitter are turned off: old and new log-probabilities would differ by their noise.
     """
     path = adapters.base_of(options.path) or options.path
     shape = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
     shape._attn_implementation = attention.NAME
+    for name in vars(shape):
+        if re.search("drop(out)?$|router_jitter_noise", name) and isinstance(getattr(shape, name), float):
+            setattr(shape, name, 0.0)
     if getattr(shape, "quantization_config", None):
         raise ValueError(
             "its weights are quantized (quantization_config), and cannot be trained: give the model they "

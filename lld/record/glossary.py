@@ -122,7 +122,8 @@ GLOSSARY = {
         "right one (Fig. 5)"
     ),
     "sentinel/likelihood": (
-        "mean log-likelihood per token of the first correct episodes of the run, re-scored"
+        "mean log-likelihood per token, re-scored, of at most monitor.sentinel_size "
+        "correct episodes of the first rollout that has one"
     ),
     "sentinel/displacement": (
         "its change since they were sampled; a fall is forgetting or displacement that stayed"

@@ -177,18 +177,28 @@ def pieces(decode, token_ids: list[int]) -> list[str]:
 
     A character made of several byte-level tokens belongs to the last of them.
     """
-    texts, done, begin = [], "", 0
+    texts, done, begin, whole = [], "", 0, 0
     for end in range(1, len(token_ids) + 1):
         text = decode(token_ids[begin:end])
-        # Possibly an incomplete character: the next tokens may complete it.
+        # Possibly an incomplete character, which the next tokens may complete. Until then byte-fallback
+        # decoders (Llama-2's) show all bytes of its run as U+FFFD, those of complete characters too.
         held = text.endswith("\ufffd") and end < len(token_ids)
-        text = text[:-1] if held else text
+        if held and end - begin < 64:
+            texts.append("")
+            continue
+        text = _before_incomplete(text) if held else text
         texts.append(text[len(done) :])
         done = text
-        # Decode a window only: decoding all tokens each time would be quadratic. It keeps 8 tokens, which is
-        # more than a character has bytes.
-        if end - begin >= 32:
-            begin = end - 8
+        # Decode a window only: decoding all tokens each time would be quadratic. It begins at a whole
+        # character; within a run of true U+FFFD it keeps more tokens than four characters have bytes.
+        if held or end - begin >= 32:
+            begin = end - 16 if held else whole
             done = decode(token_ids[begin:end])
-            done = done[:-1] if held else done
+            done = _before_incomplete(done) if held else done
+        whole = whole if held else end
     return texts
+
+
+def _before_incomplete(text: str) -> str:
+    """`text` without up to three U+FFFD at its end, which an incomplete character may be."""
+    return text[:-3] + text[-3:].rstrip("\ufffd")

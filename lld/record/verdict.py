@@ -1,6 +1,7 @@
 """One line about a run: did it work, and what to do next. By the rules of the alarm and of the outcome."""
 
 import math
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -134,7 +135,7 @@ def describe_checkpoint(run_dir: str | Path) -> str:
     chosen, what = (whole[str(best)], "best") if str(best) in whole else (list(whole.values())[-1], "newest")
     return (
         f"{what} checkpoint: {chosen}; its score on all held-out questions: python eval.py --ckpt "
-        f"{chosen} --config {folder / 'config.yaml'}"
+        f"{shlex.quote(str(chosen))} --config {shlex.quote(str(folder / 'config.yaml'))}"
     )
 
 

@@ -58,6 +58,11 @@ def open_retriever(options: Retriever, reserved_bytes: float = 0.0):
         needed = BM25_BYTES * unpacked_bytes(options.corpus)
         memory.check("bm25 in memory", needed, 0, 0, options.max_memory_gb, reserved=reserved_bytes)
         memory.check_processes("bm25 in memory", needed)
+    if options.backend == "faiss":
+        file = path / "index.faiss" if path.is_dir() else path
+        num_vectors, dim = (manifest["num_passages"], manifest["dim"]) if manifest else _header(path)
+        size, limit = file.stat().st_size, options.max_memory_gb
+        memory.check(f"faiss {file.name}", size, num_vectors, dim, limit, reserved=reserved_bytes)
     corpus = Corpus(options.corpus)
     if manifest is not None and corpus.sha256 != manifest["corpus_sha256"]:
         raise ValueError(
@@ -77,6 +82,14 @@ def open_retriever(options: Retriever, reserved_bytes: float = 0.0):
         retriever.known if options.backend == "oracle" else None,
     )
     return retriever
+
+
+def _header(path: Path) -> tuple[int, int]:
+    """(vectors, dimensions) that a FAISS file's header tells; (0, 0) where it tells nothing of the kind."""
+    with path.open("rb") as file:
+        header = file.read(16)
+    dim, num_vectors = int.from_bytes(header[4:8], "little"), int.from_bytes(header[8:16], "little")
+    return (num_vectors, dim) if 0 < dim < 1 << 16 and num_vectors < 1 << 40 else (0, 0)
 
 
 def _mark_of_file(path: Path) -> list:
@@ -131,7 +144,7 @@ def _open_backend(
     device = "cpu" if options.device == "cpu" or not torch.cuda.is_available() else "cuda"
     if options.backend == "torch":
         return _open_torch(options, path, manifest, corpus, device, reserved_bytes)
-    return _open_faiss(options, path, manifest, corpus, device, reserved_bytes)
+    return _open_faiss(options, path, manifest, corpus, device)
 
 
 def _open_torch(
@@ -157,20 +170,10 @@ def _open_torch(
     return TorchSearch(str(path), vectors, corpus, encoder, options.dtype)
 
 
-def _open_faiss(
-    options: Retriever, path: Path, manifest: dict | None, corpus: Corpus, device: str, reserved_bytes: float
-):
+def _open_faiss(options: Retriever, path: Path, manifest: dict | None, corpus: Corpus, device: str):
     from lld.retrieval.faiss_file import FaissSearch
 
     file = path / "index.faiss" if path.is_dir() else path
-    memory.check(
-        f"faiss {file.name}",
-        file.stat().st_size,
-        len(corpus),
-        manifest["dim"] if manifest else 0,
-        options.max_memory_gb,
-        reserved=reserved_bytes,
-    )
     vectors = Vectors(path) if path.is_dir() else None
     if vectors is not None and not len(vectors):
         vectors = None

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -70,7 +71,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--vectors",
         help="a flat FAISS file, such as Search-R1's, to take the vectors from instead of encoding",
     )
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    for name in ("max_tokens", "batch_size", "shard_rows") if args.command == "build" else ():
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+    if args.command == "build" and args.vectors and not Path(args.vectors).is_file():
+        parser.error(f"--vectors {args.vectors}: there is no such file")
+    return args
 
 
 def check(folder: Path) -> None:
@@ -103,12 +110,13 @@ def build(args: argparse.Namespace) -> None:
     manifest = read_manifest(Path(args.out))
     encoder = ""
     if manifest.get("encoder", Retriever.encoder) != Retriever.encoder:
-        encoder = f" --encoder {manifest['encoder']}"
+        encoder = f" --encoder {shlex.quote(manifest['encoder'])}"
     print(
         f"{args.out}: {manifest['num_passages']:,} passages, index {manifest['index']}, "
         f"{_size(Path(args.out))}, made in {time.monotonic() - began:.0f} s"
     )
-    print(f"serve it: python retriever_server.py --index {args.out} --corpus {args.corpus}{encoder}")
+    index, corpus = shlex.quote(args.out), shlex.quote(args.corpus)
+    print(f"serve it: python retriever_server.py --index {index} --corpus {corpus}{encoder}")
 
 
 def _size(folder: Path) -> str:

@@ -106,14 +106,15 @@ def check(
         if dim
         else []
     )
-    remedy = (
-        f"what would fit: {', '.join(fitting)}"
-        if fitting
-        else "nothing here would fit: use a machine with more, a smaller corpus, or a GPU"
-    )
+    if fitting:
+        made = "made by `python -m lld.retrieval build`; --vectors FILE takes those of a flat FAISS file"
+        remedy = f"what would fit: {', '.join(fitting)} ({made})"
+    else:
+        remedy = "nothing here would fit: use a machine with more, a smaller corpus, or a GPU"
+    count = f" for {num_vectors:,} vectors of {dim}" if dim else ""
     raise ValueError(
-        f"{what} needs {needed / GB:.2f} GB of {where} for {num_vectors:,} vectors of {dim}, and "
-        f"{free / GB:.2f} GB are available; {remedy}. retriever.max_memory_gb overrules the limit"
+        f"{what} needs {needed / GB:.2f} GB of {where}{count}, and {free / GB:.2f} GB are available; "
+        f"{remedy}. retriever.max_memory_gb overrules the limit"
     )
 
 

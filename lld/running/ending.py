@@ -5,6 +5,8 @@ import signal
 import sys
 from pathlib import Path
 
+import torch
+
 from lld import files
 from lld.record import phases, runs, verdict
 from lld.running import checkpoint, crashbox, lock, recording, survive
@@ -105,6 +107,16 @@ def exit_code(error: BaseException, guard: survive.Guard, box: Path | None) -> i
         return survive.RETRIEVER
     if isinstance(error, (files.WriteError, OSError)):
         return disk_code(error, guard.run_dir)
+    if isinstance(error, torch.OutOfMemoryError):
+        phase, step = guard.now
+        last = guard.run_dir and checkpoint.latest(guard.run_dir)
+        tell(
+            f"rank {guard.rank}: no GPU memory left (phase {phase!r} of step {step}; "
+            f"{survive.short(error)}). Lower optim.micro_batch_tokens for an update, rollout.num_slots for a "
+            "rollout, or see `train.py --plan`, which does not count other processes on the GPU. "
+            + (f"Continue with --resume {guard.run_dir} ({last.name})." if last else "No checkpoint yet.")
+        )
+        return survive.USER
     if isinstance(error, RuntimeError) and survive.lost_peer(error):
         phase, step = guard.now
         tell(

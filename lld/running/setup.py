@@ -60,11 +60,19 @@ def open_run(guard: Guard, cfg: Config, resume: bool, box: Path | None = None) -
     if box is None:
         questions, held_out, search = open_world(cfg, tokenizer)
         fingerprint = getattr(search.search, "fingerprint", None)
+        wanted = cfg.rollout.num_questions
+        if len(questions) < wanted:
+            accelerator.print(
+                f"train.py: {len(questions)} training questions and rollout.num_questions = {wanted}: a step "
+                f"asks each of them {wanted / len(questions):.1f} times",
+                file=sys.stderr,
+            )
         inputs = provenance.of_input(cfg, questions, held_out, fingerprint)
     if resume:
         reads_start = cfg.loss.kl_weight > 0 or cfg.model.lora_rank > 0
         provenance.check_input(Path(cfg.run.dir), inputs, reads_start)
     check_plan(cfg)
+    accelerator.wait_for_everyone()  # what another process loads would look like memory that is missing
     models, optimizer = load_models(cfg, accelerator, tokenizer, resumed, plays=box is None)
     run = Run(
         cfg=cfg,

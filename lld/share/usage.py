@@ -32,9 +32,13 @@ def ask(question, search, searches={turns}):
             seen = {head!r} + docs.strip() + {tail!r}
         ids = ids + new + encode(seen)  # training cut `seen` to {observation} tokens
 '''
+CLOCK = """\
+    from datetime import date  # that of every prompt in training, whatever the day was
+
+"""
 CHAT = """\
     message = [{"role": "user", "content": text}]
-    text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False{clock})
 """
 TRANSFORMERS = """\
 import torch
@@ -90,9 +94,11 @@ def write(ids):
 def loading_code(name: str, ckpt: Path, cfg: Config) -> tuple[str, str]:
     """The code for transformers, with the loop that plays an episode, and what replaces its top for vLLM."""
     config_text = ckpt / "tokenizer_config.json"
-    has_template = any(ckpt.glob("chat_template*")) or (
-        config_text.is_file() and '"chat_template"' in config_text.read_text(encoding="utf-8")
-    )
+    places = [*ckpt.glob("chat_template*"), *([config_text] if config_text.is_file() else [])]
+    templates = "".join(path.read_text(encoding="utf-8") for path in places if path.is_file())
+    has_template = any(ckpt.glob("chat_template*")) or '"chat_template"' in templates
+    has_date = has_template and "strftime_now" in templates
+    clock = f", strftime_now=date.fromisoformat({protocol.TODAY!r}).strftime" if has_date else ""
     values = {
         "name": name,
         "stop": list(protocol.STOP_STRINGS),
@@ -105,7 +111,7 @@ def loading_code(name: str, ckpt: Path, cfg: Config) -> tuple[str, str]:
         invalid=protocol.INVALID_ACTION,
         turns=cfg.eval.max_turns,
         topk=cfg.retriever.topk,
-        chat=CHAT if has_template else "",
+        chat=CLOCK * has_date + CHAT.replace("{clock}", clock) * has_template,
         head=protocol.OBSERVATION_HEAD,
         tail=protocol.OBSERVATION_TAIL,
         observation=cfg.rollout.max_observation_tokens,

@@ -41,16 +41,16 @@ def print_plan(cfg: config.Config) -> int:
 
 
 def check_plan(cfg: config.Config) -> None:
-    """Before a run on a GPU: raises ValueError if weights, gradients, optimizer and copies do not fit.
+    """Before a run: raises ValueError if opening the models, or what an update holds on a GPU, does not fit.
 
     Only warns if the peak does not fit, because it is estimated for episodes of maximal length.
     """
     setup = read_setup(replace(cfg, plan=config.Plan()))
     refuse_combination(cfg, setup)
-    if not torch.cuda.is_available():
-        return
     shape = read_shape(cfg)
     check_host(cfg, shape, setup)
+    if not torch.cuda.is_available():
+        return
     peak = highest_peak(cfg, shape, setup)
     if peak <= setup.memory:
         return
