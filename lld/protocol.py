@@ -181,11 +181,6 @@ def _as_text(text: str, tokenizer, clean: Callable[[str], str]) -> str:
     return text if clean(normal) == normal else clean(normal)
 
 
-def result_text(kind: str, result: Passage | str, rank: int) -> str:
-    """One result of a tool as the model reads it, without protocol tags."""
-    return defuse(TOOLS[kind].render(result, rank))
-
-
 def shorten(result: Passage | str, max_tokens: int) -> Passage | str:
     """`result` cut to the length that an observation of `max_tokens` could show.
 
@@ -220,7 +215,7 @@ def render_observation(
     shown = [shorten(result, max_tokens) for result in results]
     was_long = [short is not result for short, result in zip(shown, results, strict=True)]
     texts = [
-        _as_text(result_text(kind, result, rank), tokenizer, clean)
+        _as_text(TOOLS[kind].render(result, rank), tokenizer, clean)
         for rank, result in enumerate(shown, start=1)
     ]
     whole = encode(OBSERVATION_HEAD + "".join(texts).strip() + OBSERVATION_TAIL)

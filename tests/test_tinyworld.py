@@ -16,6 +16,7 @@ from lld.tinyworld import policy as policy_module
 from lld.tinyworld import prepare as prepare_module
 from lld.tinyworld import world as tinyworld
 from lld.tinyworld.prepare import prepare_world
+from lld.tools import TOOLS
 
 TINY = config.TinyWorld(num_people=30, warm_start_steps=12, hidden_size=32, namesake_share=0.2)
 TOPK = 3
@@ -175,7 +176,7 @@ def test_the_saved_tokenizer_opens_as_the_word_level_one_and_knows_every_word(wo
     train, held_out = tinyworld.make_questions(world, TINY)
     written = (
         [protocol.INVALID_ACTION]
-        + [protocol.result_text("search", passage, 1) for passage in tinyworld.passages(world)]
+        + [TOOLS["search"].render(passage, 1) for passage in tinyworld.passages(world)]
         + [question.text for question in train + held_out]
     )
     for text in written:

@@ -57,6 +57,7 @@ from lld.episode import Question
 from lld.model import attention
 from lld.protocol import Passage
 from lld.rollout import Budgets, rollout
+from lld.tools import TOOLS
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ m['content'] }}{% else %}<|im_start|>{{ "
@@ -367,7 +368,8 @@ def trl_rollouts(world: World) -> Callable[[World], int]:
         return (
             protocol.OBSERVATION_HEAD
             + "".join(
-                protocol.result_text("search", passage, rank) for rank, passage in enumerate(passages, 1)
+                protocol.defuse(TOOLS["search"].render(passage, rank))
+                for rank, passage in enumerate(passages, 1)
             ).strip()
             + protocol.OBSERVATION_TAIL
         )
