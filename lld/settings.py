@@ -266,11 +266,10 @@ def parse_yaml(text: str):
 def read_yaml(path: str | Path) -> dict:
     """The mapping that a YAML file holds; ValueError names the file where it holds anything else."""
     if not Path(path).is_file():
-        others = [*Path(path).parent.glob("*.yaml"), *Path("configs").glob("*.yaml")]
-        names = [Path(path).with_suffix(".yaml").name, Path(path).name]
-        near = [name for name in names if any(other.name == name for other in others)]
-        near = near or difflib.get_close_matches(names[1], [other.name for other in others], n=1)
-        meant = next((other for other in others if other.name in near[:1]), None)
+        own, name = {other.name: other for other in Path(path).parent.glob("*.yaml")}, Path(path).name
+        theirs = {other.name: other for other in Path("configs").glob("*.yaml")} | own
+        close = difflib.get_close_matches(name, own, n=1)
+        meant = theirs.get(f"{name}.yaml") or theirs.get(name) or (own[close[0]] if close else None)
         raise ValueError(f"no config file {path}" + (f": did you mean {meant}?" if meant else ""))
     try:
         tree = parse_yaml(Path(path).read_text(encoding="utf-8")) or {}

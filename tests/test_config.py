@@ -280,6 +280,7 @@ def test_overrides_beat_the_file_and_bad_ones_are_named(tmp_path):
         str(tmp_path / "3b"): "configs/3b.yaml",
         "3b": "configs/3b.yaml",
         "configs/3b": "configs/3b.yaml",
+        "configs/3b.yml": "configs/3b.yaml",
     }.items():
         with pytest.raises(ValueError, match=re.escape(f"no config file {wrong}: did you mean {meant}?")):
             settings.load(wrong)

@@ -329,9 +329,12 @@ def test_a_failing_retriever_stops_the_run_with_a_checkpoint(folder, how, capsys
     server = HTTPServer(("127.0.0.1", 0), handler)
     Thread(target=server.serve_forever, daemon=True).start()
     retriever = {"url": f"http://127.0.0.1:{server.server_port}", "retries": 1, "timeout_s": 5}
-    config = write_config(folder, f"failing_{how}", retriever=retriever, eval={"every": 0})
-    message = refused(capsys, config, code=3)
+    some = folder / "three.jsonl"
+    some.write_text("".join((folder / "world" / "train.jsonl").open().readlines()[:3]))
+    changes = {"retriever": retriever, "eval": {"every": 0}, "data": {"train": str(some)}}
+    message = refused(capsys, write_config(folder, f"failing_{how}", **changes), code=3)
     server.shutdown()
+    assert "3 training questions: a step asks each of them 1.3 times (rollout.num_questions)" in message
     assert "failed 2 attempts" in message and "Nothing was trained on the failed search" in message
     finished = (
         len(rows(folder / f"failing_{how}")) if (folder / f"failing_{how}" / "metrics.jsonl").exists() else 0

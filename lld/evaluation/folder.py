@@ -13,7 +13,6 @@ from lld.model.folder import check_folder
 from lld.record import runs
 from lld.running import checkpoint, provenance
 
-ROOT = Path(__file__).parents[2]
 # Files of a checkpoint that can change an answer
 CHECKPOINT_FILES = (
     "*.safetensors*",  # weights, and the index of sharded ones

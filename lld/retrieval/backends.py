@@ -54,15 +54,7 @@ def open_retriever(options: Retriever, reserved_bytes: float = 0.0):
     _refuse_gpus_for_each(options)
     if manifest is not None:
         match_manifest(path, manifest, options)
-    if path is None and options.backend in ("bm25", "oracle") and Path(options.corpus).is_file():
-        needed = BM25_BYTES * unpacked_bytes(options.corpus)
-        memory.check("bm25 in memory", needed, 0, 0, options.max_memory_gb, reserved=reserved_bytes)
-        memory.check_processes("bm25 in memory", needed)
-    if options.backend == "faiss":
-        file = path / "index.faiss" if path.is_dir() else path
-        num_vectors, dim = (manifest["num_passages"], manifest["dim"]) if manifest else _header(path)
-        size, limit = file.stat().st_size, options.max_memory_gb
-        memory.check(f"faiss {file.name}", size, num_vectors, dim, limit, reserved=reserved_bytes)
+    _check_memory(options, path, manifest, reserved_bytes)
     corpus = Corpus(options.corpus)
     if manifest is not None and corpus.sha256 != manifest["corpus_sha256"]:
         raise ValueError(
@@ -82,6 +74,19 @@ def open_retriever(options: Retriever, reserved_bytes: float = 0.0):
         retriever.known if options.backend == "oracle" else None,
     )
     return retriever
+
+
+def _check_memory(options: Retriever, path: Path | None, manifest: dict | None, reserved: float) -> None:
+    """ValueError if BM25 or a FAISS index would not fit; called before the corpus is read, which is slow."""
+    limit = options.max_memory_gb
+    if path is None and options.backend in ("bm25", "oracle") and Path(options.corpus).is_file():
+        needed = BM25_BYTES * unpacked_bytes(options.corpus)
+        memory.check("bm25 in memory", needed, 0, 0, limit, reserved=reserved)
+        memory.check_processes("bm25 in memory", needed)
+    if options.backend == "faiss":
+        file = path / "index.faiss" if path.is_dir() else path
+        num_vectors, dim = (manifest["num_passages"], manifest["dim"]) if manifest else _header(path)
+        memory.check(f"faiss {file.name}", file.stat().st_size, num_vectors, dim, limit, reserved=reserved)
 
 
 def _header(path: Path) -> tuple[int, int]:

@@ -60,19 +60,11 @@ def open_run(guard: Guard, cfg: Config, resume: bool, box: Path | None = None) -
     if box is None:
         questions, held_out, search = open_world(cfg, tokenizer)
         fingerprint = getattr(search.search, "fingerprint", None)
-        wanted = cfg.rollout.num_questions
-        if len(questions) < wanted:
-            accelerator.print(
-                f"train.py: {len(questions)} training questions and rollout.num_questions = {wanted}: a step "
-                f"asks each of them {wanted / len(questions):.1f} times",
-                file=sys.stderr,
-            )
         inputs = provenance.of_input(cfg, questions, held_out, fingerprint)
     if resume:
         reads_start = cfg.loss.kl_weight > 0 or cfg.model.lora_rank > 0
         provenance.check_input(Path(cfg.run.dir), inputs, reads_start)
     check_plan(cfg)
-    accelerator.wait_for_everyone()  # what another process loads would look like memory that is missing
     models, optimizer = load_models(cfg, accelerator, tokenizer, resumed, plays=box is None)
     run = Run(
         cfg=cfg,
@@ -218,6 +210,8 @@ def load_models(
 
     Each process loads one full float32 model at a time, and moves or shards it before it loads the next.
     """
+    # The plan was checked: to another process, what this one loads would look like memory that is missing
+    accelerator.wait_for_everyone()
     if cfg.model.lora_rank:
         return lora.load_models(cfg, accelerator, tokenizer, resumed, plays)
     sharded = sharding.is_asked(accelerator)
@@ -286,6 +280,10 @@ def begin_session(run: Run, inputs: dict[str, str]) -> None:
         run_folder.begin_run(run.dir, cfg, first_step)
         if notice:
             print(f"train.py: {notice}", file=sys.stderr)
+        repeats = cfg.rollout.num_questions / max(1, len(run.questions))
+        if repeats > 1 and run.box is None:
+            told = f"{len(run.questions)} training questions: a step asks each of them {repeats:.1f} times"
+            print(f"train.py: {told} (rollout.num_questions)", file=sys.stderr)
     accelerator.wait_for_everyone()  # the log is truncated before it is read
     if sharding.is_asked(accelerator) and not (run.dir / "run.json").exists():
         raise ValueError(

@@ -44,12 +44,7 @@ def check_launch() -> None:
             "`accelerate launch --cpu --num_processes N` starts one process only unless MPI is installed; "
             "use `torchrun --standalone --nproc_per_node N train.py …`, or configs/accelerate/cpu-2.yaml"
         )
-    processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    if torch.cuda.is_available() and not asked("CPU") and processes > gpus:
-        raise ValueError(
-            f"{processes} processes on a machine with {gpus} visible GPUs: launch with --num_processes "
-            f"{gpus}, or a file of configs/accelerate/ with as many"
-        )
+    _check_gpus()
     if asked("FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
         raise ValueError(
             f"fsdp_version = {os.environ.get('FSDP_VERSION', '1')} in accelerate's configuration: train.py "
@@ -72,6 +67,15 @@ def check_launch() -> None:
                 f"accelerate's configuration sets use_{name.lower()}: train.py trains with DDP or with "
                 "fsdp_version 2 over all processes; take a file of configs/accelerate/"
             )
+
+
+def _check_gpus() -> None:
+    processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if torch.cuda.is_available() and not asked("CPU") and processes > gpus:
+        raise ValueError(
+            f"{processes} processes on a machine with {gpus} visible GPUs: launch with --num_processes "
+            f"{gpus}, or a file of configs/accelerate/ with as many"
+        )
 
 
 def is_asked(accelerator: Accelerator) -> bool:
