@@ -465,7 +465,7 @@ def train_twice(name: str, **changes) -> dict:
     recording.draw_report = lambda *_: ""
     path, codes = small(name, **changes), []
     SIM.reset()
-    with device():
+    with device(int(os.environ.get("LOCAL_WORLD_SIZE", 1))):
         codes.append(train.main(["--config", str(path), "run.steps=1"]))
         codes.append(train.main(["--config", str(path), "--resume"]))
     rows = (FOLDER / name / "metrics.jsonl").read_text().splitlines()
