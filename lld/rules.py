@@ -88,8 +88,9 @@ NOT_NEGATIVE = (
 CLIP_KINDS = ("grpo", "gspo", "dual_clip", "gmpo", "cispo")  # values of loss.kind that read the clip's bounds
 SHARES = ("high_entropy", "clip_cov", "kl_cov")  # rules of the loss whose number is a share of the tokens
 MAX_SEED = 2**32 - 1  # the largest seed of numpy's generator
-AT_MOST = {"run.seed": MAX_SEED, "tinyworld.seed": MAX_SEED, "run.watchdog_s": 1e7, "plan.efficiency": 1}
+AT_MOST = {"run.seed": MAX_SEED, "tinyworld.seed": MAX_SEED, "run.watchdog_s": 1e7}
 AT_MOST |= {"retriever.timeout_s": 1e7, "retriever.deadline_s": 1e7, "rollout.num_slots": 1e6}
+AT_MOST |= {"optim.lr": 1, "plan.efficiency": 1}
 
 
 def clip_bounds(options: Loss) -> tuple[float, float]:

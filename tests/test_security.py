@@ -312,6 +312,9 @@ def test_paths_with_nul_and_numbers_beyond_any_use_are_refused():
         ({"run": {"dir": ""}}, "run.dir is empty"),
         ({"run": {"seed": 2**40}}, "run.seed = 1099511627776: must be at most"),
         ({"run": {"watchdog_s": 1e300}}, "run.watchdog_s = 1e\\+300: must be at most"),
+        ({"optim": {"lr": 1e6}}, "optim.lr = 1000000.0: must be at most 1"),
+        ({"retriever": {"timeout_s": 1e300}}, "retriever.timeout_s = 1e\\+300: must be at most 1e\\+07"),
+        ({"rollout": {"num_slots": 10**20}}, "rollout.num_slots = 10*: must be at most 1e\\+06"),
     ):
         with pytest.raises(ValueError, match=message):
             settings.from_dict(tree)

@@ -238,7 +238,7 @@ class Batcher:
             self.arrived.clear()
             try:
                 await asyncio.wait_for(self.arrived.wait(), min(left_s, self.max_wait_s))
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 return
 
     def stats(self) -> dict:

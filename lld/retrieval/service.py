@@ -105,7 +105,7 @@ class BodyLimit:
                 if self.held > BODIES * self.max_bytes:
                     reason = f"more than {BODIES} bodies of the largest size are arriving; ask again later"
                     return None, (429, reason)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return None, (408, f"no whole body within {self.seconds:g} s (--request-s)")
         finally:
             self.held -= sum(map(len, pieces))
