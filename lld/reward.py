@@ -228,6 +228,8 @@ def score_episodes(episodes: list[Episode], tokenizer, cfg: Reward) -> list[floa
     scores = []
     for episode in episodes:
         turn_texts = [decode(tokenizer, episode.token_ids[turn.start : turn.end]) for turn in episode.turns]
+        if cfg.kind == "format" and decode(tokenizer, episode.prompt_ids).rstrip().endswith("<think>"):
+            turn_texts[:1] = ["<think>" + text for text in turn_texts[:1]]  # the chat template opened it
         observations = [
             decode(tokenizer, episode.token_ids[turn.end : turn.observation_end]) for turn in episode.turns
         ]

@@ -259,6 +259,11 @@ def optimizer_and_checkpoint(accelerator, folder: Path) -> dict:
     }
     step(policy, optimizer)
     found["again"] = sharding.whole_weights(policy, accelerator)
+    lm = new_lm("tied")
+    lm.model.register_buffer("routing_bias", torch.arange(3.0))
+    lm.model.register_buffer("unsaved", torch.ones(1), persistent=False)
+    weights = sharding.whole_weights(sharding.shard(Policy(lm), accelerator), accelerator) or {}
+    found["buffers"] = {name: weights[name] for name in weights.keys() - (found["again"] or {}).keys()}
 
     write = checkpoint._write_shard
     if accelerator.process_index == 1:  # its disk is full

@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_policy import tied_model
 from test_train import draw_nothing, refused, rows, write_config
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import eval as evaluation
 import train
@@ -273,6 +273,30 @@ def test_options_of_adapters_need_a_rank_and_sharding_is_refused():
     cfg = settings.load(str(ROOT / "configs" / "3b.yaml"), ["loss.preset=nthr"])
     with pytest.raises(ValueError, match="loss.weights nthr reads hidden states and the whole head"):
         refuse_combination(cfg, Setup(4, True, True, None))
+
+
+@pytest.mark.parametrize(
+    "kind, extra, message",
+    [
+        (
+            "phi3",
+            {"pad_token_id": 0},
+            r"no gate_proj, k_proj, q_proj, up_proj, v_proj; .*'\[o_proj,down_proj\]'",
+        ),
+        (
+            "qwen3_moe",
+            {"num_experts": 2, "num_experts_per_tok": 1},
+            r"experts holds the joined weights of exp",
+        ),
+    ],
+)
+def test_targets_that_would_stay_without_adapters_are_refused(kind, extra, message):
+    shape = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2} | extra
+    with pytest.raises(ValueError, match=message):
+        adapters.add(
+            AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape)), Model(lora_rank=2)
+        )
 
 
 def test_adapters_on_adapters_and_a_missing_peft_are_refused(trained, capsys, monkeypatch):

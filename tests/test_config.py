@@ -3,6 +3,7 @@ paper's."""
 
 import ast
 import dataclasses
+import json
 import re
 import subprocess
 import sys
@@ -638,6 +639,23 @@ def test_dropout_of_the_config_is_off(tmp_path):
     lm, ids = load_lm(Model(path=str(tmp_path))), torch.arange(20)[None]
     assert [getattr(lm.config, name) for name in names] == [0.0] * 3
     assert torch.equal(lm.train()(ids).logits, lm.eval()(ids).logits)
+
+
+@pytest.mark.parametrize("bad, kept", [({"temperature": 0.9}, None), ({"pad_token_id": -1}, None), ({}, 0.7)])
+def test_a_generation_config_that_cannot_be_written_again_loses_all_but_its_ids(tmp_path, bad, kept):
+    """As of Vicuna; transformers opens it, and would end the run at the first checkpoint."""
+    small("starcoder2").save_pretrained(tmp_path / "a")
+    found = {"eos_token_id": [2, 3], "bos_token_id": 1} | (bad or {"temperature": 0.7, "do_sample": True})
+    (tmp_path / "a" / "generation_config.json").write_text(json.dumps(found))
+    load_lm(Model(path=str(tmp_path / "a"))).save_pretrained(tmp_path / "b")
+    again = load_lm(Model(path=str(tmp_path / "b"))).generation_config
+    assert (again.eos_token_id, again.bos_token_id, again.pad_token_id) == ([2, 3], 1, None)
+    assert again.temperature == kept
+
+
+def test_experts_that_are_drawn_at_random_are_refused():
+    with pytest.raises(ValueError, match="phimoe draws its experts at random in training"):
+        check_fit(small("phimoe"), range(64), 8)
 
 
 def test_lack_of_memory_in_the_trial_is_not_a_refusal(monkeypatch):

@@ -123,6 +123,17 @@ def test_an_overlong_punishment_that_punishes_nothing_is_refused(most, cache):
 
 # ---- format: Search-R1 v0.3's table
 
+
+@pytest.mark.parametrize("prompt, score", [("<think>\n", 1.0), ("Say <think> first.\n", 0.8)])
+def test_the_first_thought_may_be_opened_by_the_chat_template(prompt, score):
+    """As those of Qwen3-Thinking and DeepSeek-R1 do."""
+    turns = [Turn(0, 1, 1, "answer", "Ada", "eos", 0)]
+    episode = Episode(Question("q/1", "who?", ("Ada",), "q"), 0, [0], [1], [1], [0.0], turns=turns)
+    texts = {0: prompt, 1: "so </think> <answer>Ada</answer>"}
+    tokenizer = SimpleNamespace(eos_token="", decode=lambda ids, **_: "".join(texts[i] for i in ids))
+    assert score_episodes([episode], tokenizer, Reward(kind="format")) == [score]
+
+
 VALID, BROKEN = [SEARCH, ANSWER], [SEARCH, "Well. " + ANSWER]
 CFG = Reward(kind="format", retrieval_score=0.05)  # v0.3's 0 would hide where it is added
 

@@ -156,6 +156,13 @@ def test_the_checkpoint_opens_and_holds_every_shard(found, folder):
     )
 
 
+def test_a_checkpoint_of_shards_has_the_buffers_that_a_model_saves(found):
+    """Such as the routing bias of GLM-4-MoE: without it, --resume finds another model's weights."""
+    assert {name: buffer.tolist() for name, buffer in found["checkpoint"]["buffers"].items()} == {
+        "model.routing_bias": [0.0, 1.0, 2.0]
+    }
+
+
 def test_optimizer_shards_resume_bit_for_bit_and_join_to_a_whole(found, folder):
     """On two processes the next step is the same to the bit; one process gets the same moments in one
     piece."""

@@ -18,7 +18,8 @@ def check_fit(lm, tokenizer, max_episode_tokens: int) -> None:
 
     Also beyond a sliding window of all layers (Mistral, Phi-3), which engine and policy do not apply, and
     beyond the length at which longrope's angles change, as they would for all rows that share a pass; if the
-    engine cannot shape its cache; and if a model that is not of `KINDS` fails `check_passes`.
+    engine cannot shape its cache; if experts are drawn at random; and if a model that is not of `KINDS` fails
+    `check_passes`.
     """
     vocabulary = lm.get_input_embeddings().num_embeddings
     if len(tokenizer) > vocabulary:
@@ -41,6 +42,10 @@ def check_fit(lm, tokenizer, max_episode_tokens: int) -> None:
         raise ValueError(
             f"{config.model_type}'s config.json has no num_key_value_heads, which gives the engine's cache "
             "its shape: use a plain Llama/Qwen kind of decoder"
+        )
+    if config.model_type == "phimoe":
+        raise ValueError(
+            "phimoe draws its experts at random in training: use another mixture, such as Qwen3's"
         )
     if config.model_type not in KINDS:
         check_passes(lm)

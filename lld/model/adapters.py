@@ -27,7 +27,7 @@ def add(lm: nn.Module, options: Model) -> None:
     """Puts new adapters into the layers of `lm`, in float32 at least, and freezes all other weights.
 
     In half precision the weights of an adapter would round away their updates. Raises ValueError without
-    peft, or if the model has no module of a name in `lora_targets`.
+    peft, or if a name in `lora_targets` is no matrix of the model's layers.
     """
     try:
         from peft import LoraConfig
@@ -42,6 +42,7 @@ def add(lm: nn.Module, options: Model) -> None:
             task_type="CAUSAL_LM",
         )
     )
+    _check_targets(lm, options)
     for layer in layers(lm).values():
         layer.cast_input_dtype_enabled = False  # a float32 copy of each input, which autocast would undo
     trained = [(name, weight) for name, weight in lm.named_parameters() if weight.requires_grad]
@@ -49,6 +50,22 @@ def add(lm: nn.Module, options: Model) -> None:
         module, _, leaf = name.rpartition(".")
         whole = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
         setattr(lm.get_submodule(module), leaf, nn.Parameter(whole))
+
+
+def _check_targets(lm: nn.Module, options: Model) -> None:
+    found = layers(lm)
+    for name, layer in found.items():
+        if not isinstance(layer.get_base_layer(), nn.Linear):
+            raise ValueError(
+                f"model.lora_targets: {name} holds the joined weights of experts, which get no adapters: "
+                "give model.lora_targets='[q_proj,k_proj,v_proj,o_proj]'"
+            )
+    there = [target for target in LORA_TARGETS if any(name.endswith(f".{target}") for name in found)]
+    if missing := sorted(set(options.lora_targets) - set(there)):
+        raise ValueError(
+            f"model.lora_targets: the layers of this model have no {', '.join(missing)}; its other matrices "
+            f"get no adapters: give model.lora_targets='[{','.join(there)}]' if that is meant"
+        )
 
 
 def layers(lm: nn.Module) -> dict[str, nn.Module]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from lld.config import Model
 from lld.model import adapters, attention
@@ -115,7 +115,21 @@ def load_lm(options: Model, dtype: torch.dtype = torch.float32):
             f"model.path = {options.path!r}: weights and config.json are not of the same model "
             f"({len(wrong)} tensors differ, the first is {wrong[0]})"
         )
+    lm.generation_config = savable(lm.generation_config)
     return lm
+
+
+def savable(found: GenerationConfig) -> GenerationConfig:
+    """`found`, or its token ids alone where transformers has read what it refuses to write.
+
+    Such as a temperature without `do_sample`, which would end a run at its first checkpoint.
+    """
+    try:
+        found.validate(strict=True)
+    except ValueError:
+        ids = {name: getattr(found, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        return GenerationConfig(**{name: value for name, value in ids.items() if value != -1})
+    return found
 
 
 def engine_model(lm: nn.Module, device: torch.device, *, bf16: bool, share: bool = False) -> nn.Module:

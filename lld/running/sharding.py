@@ -189,12 +189,14 @@ def refresh(twin, policy, device, weights: str = "trainer") -> None:
 
 
 def whole_weights(policy, accelerator: Accelerator) -> dict[str, torch.Tensor] | None:
-    """All full weights, in CPU memory of the main process; None on the others. A collective."""
+    """All full weights and saved buffers, in CPU memory of the main process; None on others. A collective."""
     found = {}
     for name, weight in parameters(policy).items():
         tensor = whole(weight, accelerator.device)
         if accelerator.is_main_process:
             found[name] = tensor.cpu()
+    saved = policy.lm.state_dict().keys()
+    found |= {name: buffer.cpu() for name, buffer in policy.lm.named_buffers() if name in saved}
     return found if accelerator.is_main_process else None
 
 
