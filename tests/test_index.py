@@ -88,6 +88,21 @@ def test_the_shards_are_the_encoders_vectors_in_the_corpuss_order(folder):
     assert not list((folder / "whole").rglob("*.partial")) and not (folder / "whole" / "plan.json").exists()
 
 
+def test_more_shards_than_open_files_can_be_mapped(tmp_path, monkeypatch):
+    (tmp_path / "vectors").mkdir()
+    for row in range(60):
+        np.save(tmp_path / "vectors" / f"{row:05d}.npy", np.full((1, 2), row, np.float16))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, limits[1]))
+        assert Vectors(tmp_path).take(np.arange(60))[:, 0].tolist() == list(range(60))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (50, 60))
+    with pytest.raises(ValueError, match="60 files of vectors are more than the 60 open files"):
+        Vectors(tmp_path)
+
+
 @pytest.mark.parametrize("at", [1, 6, 14])
 def test_a_build_that_breaks_off_goes_on_to_the_same_bits(folder, at, monkeypatch):
     """Broken off while a shard is written; the half-written shard must not be taken for one."""
